@@ -1,0 +1,79 @@
+// The Python module `_core`: thin wrappers, no logic. Every call that may wait gives up the GIL.
+
+#include <nanobind/nanobind.h>
+
+#include "base/error.h"
+#include "bindings/bindings.h"
+#include "kernels/reduce.h"
+
+namespace nb = nanobind;
+
+namespace hvd {
+
+const std::function<void()>& python_interrupt() {
+  static const std::function<void()> look = [] {
+    nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  return look;
+}
+
+uint64_t nanoseconds(double seconds) {
+  if (!(seconds > 0)) return 0;
+  return seconds > 1e9 ? uint64_t{1'000'000'000'000'000'000u}
+                       : static_cast<uint64_t>(seconds * 1e9);
+}
+
+Wait python_wait(double timeout, bool first) {
+  Wait wait;
+  wait.timeout_ns = nanoseconds(timeout);
+  wait.first = first;
+  wait.interrupt = &python_interrupt();
+  return wait;
+}
+
+namespace {
+
+const char* class_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::timeout:
+      return "HvdTimeoutError";
+    case ErrorKind::rank_failed:
+      return "RankFailedError";
+    case ErrorKind::mismatch:
+      return "MismatchError";
+    case ErrorKind::stall:
+      return "StallError";
+    default:
+      return "HvdError";
+  }
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::bad_argument) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+      return;
+    }
+    const nb::object type = nb::module_::import_("hvd_strategy.errors").attr(
+        class_name(error.kind()));
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+}  // namespace
+}  // namespace hvd
+
+NB_MODULE(_core, module) {
+  module.doc() = "C++ core of hvd-strategy: sessions, communicators and the gradient reducer.";
+  // The session of the process lives until its end, on purpose.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(hvd::translate);
+  module.def(
+      "instruction_set", [] { return hvd::name_of(hvd::best_isa()); },
+      "Name of the vector instructions that the kernels use on this machine.");
+  hvd::bind_session(module);
+  hvd::bind_reducer(module);
+}

@@ -1,0 +1,408 @@
+// Bindings of the reducer, and the hook that autograd calls for every gradient of every step: the
+// one place where nanoseconds of Python count. The hook asks the gradient for what a raw pointer
+// does not tell (device, type, size, contiguity) because a silent mistake there would corrupt
+// memory; each question costs 20 to 40 ns.
+
+#include "reducer/reducer.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+
+#include "bindings/bindings.h"
+#include "session/session.h"
+
+namespace nb = nanobind;
+
+namespace hvd {
+namespace {
+
+// Names and objects that the hook needs, looked up once.
+struct Names {
+  nb::object grad = nb::steal(PyUnicode_InternFromString("grad"));
+  nb::object data_ptr = nb::steal(PyUnicode_InternFromString("data_ptr"));
+  nb::object dtype = nb::steal(PyUnicode_InternFromString("dtype"));
+  nb::object nbytes = nb::steal(PyUnicode_InternFromString("nbytes"));
+  nb::object is_cpu = nb::steal(PyUnicode_InternFromString("is_cpu"));
+  nb::object layout = nb::steal(PyUnicode_InternFromString("layout"));
+  nb::object is_contiguous = nb::steal(PyUnicode_InternFromString("is_contiguous"));
+  nb::object stride = nb::steal(PyUnicode_InternFromString("stride"));
+};
+
+nb::object get(nb::handle object, const nb::object& name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (value == nullptr) throw nb::python_error();
+  return nb::steal(value);
+}
+
+nb::object call(nb::handle object, const nb::object& name) {
+  PyObject* value = PyObject_CallMethodObjArgs(object.ptr(), name.ptr(), nullptr);
+  if (value == nullptr) throw nb::python_error();
+  return nb::steal(value);
+}
+
+void set_grad(nb::handle parameter, const Names& names, nb::handle value) {
+  if (PyObject_SetAttr(parameter.ptr(), names.grad.ptr(), value.ptr()) != 0) {
+    throw nb::python_error();
+  }
+}
+
+// What the Python side knows of a parameter.
+struct Expected {
+  nb::object dtype;
+  size_t nbytes = 0;
+  nb::object strides;  // None: contiguous
+  std::string name;
+};
+
+// The reducer as the hooks see it. Hooks hold it by shared_ptr, because a hook may outlive the
+// Python object that registered it; it holds no Parameter, or both would keep each other alive,
+// except between take and the end of the round.
+struct HookState {
+  std::unique_ptr<Reducer> reducer;
+  std::shared_ptr<Session> keep_session;
+  Names names;
+  std::vector<Expected> expected;
+  nb::object on_first;       // called at the first gradient of a backward
+  nb::object on_mismatched;  // called with (index, parameter, gradient) for a gradient that the
+                             // core cannot take as it is; returns one that it can, or raises
+  bool local = false;        // no_sync: gradients stay where they are
+  bool closed = false;
+  bool begun = false;        // on_first was called in this backward
+  std::vector<bool> dirty;   // has a gradient that was not reduced
+  std::vector<bool> held;
+
+  struct Taken {
+    uint32_t index;
+    nb::object parameter;
+    nb::object gradient;
+  };
+  std::vector<Taken> taken;
+  std::vector<Taken> again;  // fired a second time after its bucket had left
+  // Memory of the gradients of this round, to find two that share some.
+  std::map<uintptr_t, uintptr_t> ranges;
+
+  bool overlaps(uintptr_t start, uintptr_t end) const {
+    const auto after = ranges.lower_bound(start);
+    if (after != ranges.end() && after->first < end) return true;
+    if (after == ranges.begin()) return false;
+    return std::prev(after)->second > start;
+  }
+
+  bool usable(const nb::object& gradient, const Expected& want) const {
+    if (get(gradient, names.dtype).ptr() != want.dtype.ptr()) return false;
+    if (get(gradient, names.is_cpu).ptr() != Py_True) return false;
+    if (want.strides.is_none()) {
+      if (call(gradient, names.is_contiguous).ptr() != Py_True) return false;
+    } else if (!call(gradient, names.stride).equal(want.strides)) {
+      return false;
+    }
+    return PyLong_AsSize_t(get(gradient, names.nbytes).ptr()) == want.nbytes;
+  }
+
+  // Takes the gradient away from the parameter (p.grad = None meanwhile): if the parameter fires
+  // again, autograd cannot add to memory that is being reduced.
+  void take(uint32_t index, nb::handle parameter, nb::object gradient, bool provided) {
+    const Expected& want = expected[index];
+    if (!usable(gradient, want)) gradient = on_mismatched(index, parameter, gradient);
+    uintptr_t start = pointer_of(gradient);
+    if (want.nbytes != 0 && overlaps(start, start + want.nbytes)) {
+      // Two gradients may be views of one memory; reduced in place, it would be reduced twice.
+      gradient = gradient.attr("clone")();
+      start = pointer_of(gradient);
+    }
+    if (want.nbytes != 0) ranges.emplace(start, start + want.nbytes);
+    set_grad(parameter, names, nb::none());
+    taken.push_back({index, nb::borrow(parameter), std::move(gradient)});
+    held[index] = true;
+    auto* memory = reinterpret_cast<void*>(start);
+    if (provided) {
+      reducer->provide(index, memory);
+    } else {
+      reducer->take(index, memory);
+    }
+  }
+
+  uintptr_t pointer_of(const nb::object& gradient) const {
+    return static_cast<uintptr_t>(
+        PyLong_AsUnsignedLongLong(call(gradient, names.data_ptr).ptr()));
+  }
+
+  void on_gradient(uint32_t index, nb::handle parameter) {
+    if (closed) return;
+    if (local) {
+      dirty[index] = true;
+      return;
+    }
+    nb::object gradient = get(parameter, names.grad);
+    if (gradient.is_none()) return;
+    if (!begun) {
+      on_first();
+      begun = true;
+    }
+    if (!held[index]) {
+      take(index, parameter, std::move(gradient), false);
+      return;
+    }
+    set_grad(parameter, names, nb::none());
+    if (reducer->in_flight(index)) {
+      again.push_back({index, nb::borrow(parameter), std::move(gradient)});
+      return;
+    }
+    for (const Taken& first : taken) {
+      if (first.index == index) first.gradient.attr("add_")(gradient);
+    }
+  }
+
+  // Gives every taken gradient back to its parameter.
+  void restore() {
+    for (Taken& entry : taken) {
+      set_grad(entry.parameter, names, entry.gradient);
+      dirty[entry.index] = false;
+    }
+    forget();
+  }
+
+  void forget() {
+    for (const Taken& entry : taken) held[entry.index] = false;
+    taken.clear();
+    ranges.clear();
+    begun = false;
+  }
+};
+
+class PyReducer {
+ public:
+  PyReducer(std::shared_ptr<Session> session, const std::vector<int>& ranks, double bucket_mb,
+            bool by_products, double timeout)
+      : state_(std::make_shared<HookState>()), timeout_(timeout) {
+    ReducerSettings settings;
+    settings.bucket_bytes = static_cast<uint64_t>(bucket_mb * 1048576.0);
+    settings.want_by_products = by_products;
+    settings.timeout_ns = nanoseconds(timeout);
+    nb::gil_scoped_release release;
+    auto communicator = session->open_communicator(ranks, StagingSettings{},
+                                                   settings.timeout_ns, &python_interrupt());
+    auto channel =
+        session->open_channel(*communicator, settings.timeout_ns, &python_interrupt());
+    state_->reducer =
+        std::make_unique<Reducer>(std::move(communicator), std::move(channel), settings);
+    state_->keep_session = std::move(session);
+  }
+
+  ~PyReducer() { close(); }
+
+  void set_callbacks(nb::object on_first, nb::object on_mismatched) {
+    state_->on_first = std::move(on_first);
+    state_->on_mismatched = std::move(on_mismatched);
+  }
+
+  void add_parameter(const std::string& name, uint64_t count, const std::string& dtype,
+                     uint32_t group, nb::object torch_dtype, size_t nbytes, nb::object strides) {
+    DType type{};
+    if (!parse_dtype(dtype.c_str(), &type)) {
+      throw Error(ErrorKind::bad_argument, "parameter '" + name + "' has dtype " + dtype +
+                                               ", which cannot be reduced");
+    }
+    state_->reducer->add_parameters({{name, count, type, group}});
+    state_->expected.push_back({std::move(torch_dtype), nbytes, std::move(strides), name});
+    state_->dirty.push_back(false);
+    state_->held.push_back(false);
+  }
+
+  nb::object hook(uint32_t index) {
+    if (index >= state_->expected.size()) throw nb::index_error("no such parameter");
+    return nb::cpp_function(
+        [state = state_, index](nb::handle parameter) { state->on_gradient(index, parameter); });
+  }
+
+  // Takes the gradient of a parameter whose hook did not fire in this backward, before exchange.
+  void take(uint32_t index, nb::handle parameter) {
+    nb::object gradient = get(parameter, state_->names.grad);
+    if (!gradient.is_none()) state_->take(index, parameter, std::move(gradient), false);
+  }
+
+  void provide(uint32_t index, nb::handle parameter, nb::object gradient) {
+    state_->take(index, parameter, std::move(gradient), true);
+  }
+
+  std::vector<uint32_t> dirty() const {
+    std::vector<uint32_t> indices;
+    for (uint32_t i = 0; i < state_->dirty.size(); ++i) {
+      if (state_->dirty[i] && !state_->held[i]) indices.push_back(i);
+    }
+    return indices;
+  }
+  void set_dirty(uint32_t index, bool value) { state_->dirty.at(index) = value; }
+
+  std::vector<uint32_t> exchange(uint64_t step, uint32_t flags) {
+    if (!state_->again.empty()) flags |= FlushRecord::kMore;
+    return guarded([&](const Wait& wait) {
+      return state_->reducer->exchange({step, flags}, wait);
+    });
+  }
+
+  // Reduces and gives the gradients back. True when an extra round has to follow.
+  bool complete() {
+    const bool more = state_->reducer->extra_round_needed();
+    guarded([&](const Wait& wait) {
+      state_->reducer->complete(wait);
+      return 0;
+    });
+    state_->restore();
+    return more;
+  }
+
+  // Hands over what fired a second time: pairs (index, parameter) whose p.grad holds the delta.
+  nb::list begin_extra_round() {
+    nb::list pairs;
+    std::vector<HookState::Taken> again;
+    again.swap(state_->again);
+    for (HookState::Taken& entry : again) {
+      pairs.append(nb::make_tuple(entry.index, entry.parameter, entry.gradient));
+    }
+    return pairs;
+  }
+  // In an extra round: takes a delta, which does not go through p.grad.
+  void take_delta(uint32_t index, nb::handle parameter, nb::object delta, bool provided) {
+    const nb::object before = get(parameter, state_->names.grad);
+    state_->take(index, parameter, std::move(delta), provided);
+    set_grad(parameter, state_->names, before);
+  }
+  // Ends an extra round: adds what it reduced to the gradients.
+  void complete_extra() {
+    guarded([&](const Wait& wait) {
+      state_->reducer->complete(wait);
+      return 0;
+    });
+    for (HookState::Taken& entry : state_->taken) {
+      get(entry.parameter, state_->names.grad).attr("add_")(entry.gradient);
+    }
+    state_->forget();
+  }
+
+  void fail(const std::string& text) {
+    state_->again.clear();
+    if (!state_->closed) state_->reducer->fail(text);
+  }
+  bool must_recover() const { return state_->reducer->must_recover(); }
+  void recover() {
+    guarded([&](const Wait& wait) {
+      state_->reducer->recover(wait);
+      return 0;
+    });
+    state_->forget();
+  }
+
+  bool local() const { return state_->local; }
+  void set_local(bool value) { state_->local = value; }
+  bool begun() const { return state_->begun; }
+  void set_begun(bool value) { state_->begun = value; }
+
+  nb::dict statistics() const {
+    const Reducer& reducer = *state_->reducer;
+    nb::dict result;
+    result["backwards"] = reducer.rounds();
+    result["communication_seconds"] = static_cast<double>(reducer.busy_ns()) * 1e-9;
+    result["exposed_seconds"] = static_cast<double>(reducer.blocked_ns()) * 1e-9;
+    return result;
+  }
+
+  std::vector<std::vector<uint32_t>> buckets() const { return state_->reducer->buckets(); }
+
+  nb::object by_products(uint32_t index) const {
+    const ByProducts* found = state_->reducer->by_products(index);
+    if (found == nullptr) return nb::none();
+    return nb::make_tuple(found->sum_of_squares, found->finite);
+  }
+
+  void record_events(size_t capacity) { state_->reducer->events().enable(capacity); }
+
+  nb::list events() const {
+    static const char* const kinds[] = {"fired",   "posted", "started",
+                                        "done", "flush_begin", "flush_end"};
+    nb::list result;
+    for (const Event& event : state_->reducer->events().read()) {
+      result.append(nb::make_tuple(kinds[static_cast<size_t>(event.kind)], event.object,
+                                   event.step, static_cast<double>(event.time_ns) * 1e-9));
+    }
+    return result;
+  }
+
+  void close() {
+    if (state_->closed) return;
+    state_->closed = true;
+    {
+      nb::gil_scoped_release release;
+      state_->reducer->close();
+    }
+    state_->forget();
+    state_->again.clear();
+    state_->on_first = nb::object();
+    state_->on_mismatched = nb::object();
+  }
+
+ private:
+  // Runs a waiting call without the GIL. When it throws, the round is over and nothing of the
+  // core touches the gradients any more: they are dropped.
+  template <class Call>
+  auto guarded(Call&& body) -> decltype(body(Wait{})) {
+    const Wait wait = python_wait(timeout_, state_->reducer->rounds() == 0);
+    try {
+      nb::gil_scoped_release release;
+      return body(wait);
+    } catch (...) {
+      state_->forget();
+      state_->again.clear();
+      throw;
+    }
+  }
+
+  std::shared_ptr<HookState> state_;
+  double timeout_;
+};
+
+}  // namespace
+
+void bind_reducer(nb::module_& module) {
+  module.attr("FLUSH_EXTRA") = static_cast<uint32_t>(FlushRecord::kExtra);
+  module.attr("FLUSH_AT_GATE") = static_cast<uint32_t>(FlushRecord::kAtGate);
+  nb::class_<PyReducer>(module, "Reducer", "Core of hvd_strategy.engine.GradientReducer.")
+      .def(nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double>(),
+           nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"),
+           nb::arg("by_products"), nb::arg("timeout"))
+      .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
+           nb::arg("on_mismatched"))
+      .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype"), nb::arg("nbytes"),
+           nb::arg("strides").none())
+      .def("hook", &PyReducer::hook, nb::arg("index"))
+      .def("take", &PyReducer::take, nb::arg("index"), nb::arg("parameter"))
+      .def("provide", &PyReducer::provide, nb::arg("index"), nb::arg("parameter"),
+           nb::arg("gradient"))
+      .def("dirty", &PyReducer::dirty)
+      .def("set_dirty", &PyReducer::set_dirty, nb::arg("index"), nb::arg("value"))
+      .def("exchange", &PyReducer::exchange, nb::arg("step"), nb::arg("flags") = 0)
+      .def("complete", &PyReducer::complete)
+      .def("begin_extra_round", &PyReducer::begin_extra_round)
+      .def("take_delta", &PyReducer::take_delta, nb::arg("index"), nb::arg("parameter"),
+           nb::arg("delta"), nb::arg("provided"))
+      .def("complete_extra", &PyReducer::complete_extra)
+      .def("fail", &PyReducer::fail, nb::arg("text"))
+      .def_prop_ro("must_recover", &PyReducer::must_recover)
+      .def("recover", &PyReducer::recover)
+      .def_prop_rw("local", &PyReducer::local, &PyReducer::set_local)
+      .def_prop_rw("begun", &PyReducer::begun, &PyReducer::set_begun)
+      .def("statistics", &PyReducer::statistics)
+      .def("buckets", &PyReducer::buckets)
+      .def("by_products", &PyReducer::by_products, nb::arg("index"))
+      .def("record_events", &PyReducer::record_events, nb::arg("capacity"))
+      .def("events", &PyReducer::events)
+      .def("close", &PyReducer::close);
+}
+
+}  // namespace hvd

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace hvd {
+
+// What a rank tells all others once and for all: the job cannot go on.
+struct Failure {
+  int rank;        // who is to blame: the rank that died, failed or stayed away
+  ErrorKind kind;  // what waiting calls raise: rank_failed, timeout or stall
+  std::string text;
+};
+
+// How a wait goes on, said by the function that looks whether it is over.
+enum class Step {
+  blocked,     // nothing to do until another rank moves
+  elsewhere,   // another thread of this process is at work on it
+  progressed,  // did some work; ask again at once
+  done,
+};
+
+// Settings of a wait. All times are CLOCK_MONOTONIC nanoseconds.
+struct Wait {
+  uint64_t timeout_ns = 0;  // 0 = no deadline
+  bool first = false;       // the first step of a job may take much longer (compilation, warm-up)
+  // Called at least every 100 ms while the wait sleeps; may throw, which ends the wait. The
+  // bindings look for Ctrl-C here. May be null.
+  const std::function<void()>* interrupt = nullptr;
+  // What is being waited for, and whom: "gradient bucket 2 of step 7 (layer.weight, ...)".
+  std::function<std::string()> describe;
+};
+
+// Small records of one group of ranks, exchanged in rounds: every member gives one record per
+// round and gets all of them. Records of a round may differ in length.
+//
+// Thread contract: one thread at a time.
+class RecordChannel {
+ public:
+  virtual ~RecordChannel() = default;
+  // Gives this rank's record of the next round. Never blocks. The round before must be complete.
+  virtual void begin(std::string record) = 0;
+  // Moves the round on; true once the records of all members are here.
+  virtual bool poll() = 0;
+  // By member index; valid from poll() == true until the next begin().
+  virtual const std::vector<std::string>& records() const = 0;
+  // Members (as indices) whose record of the running round has not come yet.
+  virtual std::vector<int> missing() const = 0;
+};
+
+// Carries what ranks have to know of each other besides the data: liveness, failures, a request
+// to stop, and small records. Nothing here assumes one host; the form for one host is a page of
+// shared memory.
+//
+// Thread contract: every function may be called from any thread at any time.
+class ControlPlane {
+ public:
+  virtual ~ControlPlane() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Collective over `members` (session ranks, ascending): a channel that only they use. `id`
+  // tells channels of the same members apart; the members have to agree on it.
+  virtual std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members,
+                                                      uint64_t id, uint64_t timeout_ns,
+                                                      const std::function<void()>* interrupt) = 0;
+
+  // The first failure of all ranks, or null. Cheap enough for a loop.
+  virtual const Failure* failure() = 0;
+  // Makes `text` the failure of the job, on behalf of this rank, unless there is one already.
+  virtual void post_failure(ErrorKind kind, const std::string& text) = 0;
+  // True when the rank has closed its session: it will not take part in anything any more.
+  virtual bool has_left(int rank) const = 0;
+  // When the rank last called the engine (now_ns clock).
+  virtual uint64_t last_seen(int rank) const = 0;
+
+  // A request, by any rank, that training ends in good order (SIGTERM); 0 = none.
+  virtual void request_stop(uint32_t value) = 0;
+  virtual uint32_t stop_requested() const = 0;
+
+  // Wakes every rank that sleeps in wait().
+  virtual void notify() = 0;
+  virtual void notify_self() = 0;
+
+  // Calls `step` until it says done. Spins for a short, adapting time, then sleeps until another
+  // rank notifies. Throws the job's failure, and posts one when the deadline or the stall limit
+  // passes. `needed`: session ranks without which `step` cannot get done; when one of them has
+  // left and nothing moves any more, that is a failure too.
+  virtual void wait(const std::function<Step()>& step, const Wait& settings,
+                    const std::vector<int>& needed) = 0;
+};
+
+}  // namespace hvd

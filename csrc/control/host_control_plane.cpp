@@ -1,0 +1,358 @@
+#include "control/host_control_plane.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+#include "control/record_channel.h"
+
+namespace hvd {
+
+namespace {
+constexpr uint32_t kPageMagic = 0x68766431;
+constexpr size_t kFailureText = 700;
+constexpr uint64_t kNapNs = 100'000'000u;  // the longest sleep between two looks for signals
+constexpr uint32_t kLeastSpinNs = 2'000;
+constexpr uint32_t kMostSpinNs = 100'000;
+constexpr uint64_t kControlKey = 0;
+
+enum : uint32_t { kUnknown = 0, kJoined = 1, kLeft = 2 };
+}  // namespace
+
+struct alignas(64) RankCell {
+  std::atomic<uint32_t> state{kUnknown};
+  std::atomic<uint32_t> stop_requested{0};
+  std::atomic<uint64_t> last_seen_ns{0};
+  // Written once by the owner of the cell, before first_failure points at it.
+  int32_t culprit = 0;
+  int32_t failure_kind = 0;
+  char failure_text[kFailureText] = {};
+};
+
+struct ControlPage {
+  std::atomic<uint32_t> magic{0};
+  std::atomic<int32_t> first_failure{0};  // 1 + the rank whose cell tells; set once
+  RankCell cells[1];                      // `size` of them, then the bells
+};
+
+namespace {
+size_t page_bytes(int size) {
+  return sizeof(ControlPage) + sizeof(RankCell) * static_cast<size_t>(size) +
+         sizeof(Bell) * static_cast<size_t>(size);
+}
+Bell* bells_of(ControlPage* page, int size) {
+  return reinterpret_cast<Bell*>(page->cells + size + 1);
+}
+int usable_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
+}
+}  // namespace
+
+void print_line(int rank, const std::string& text) {
+  const std::string line = "[hvd] rank " + std::to_string(rank) + ": " + text + "\n";
+  (void)!write(STDERR_FILENO, line.data(), line.size());
+}
+
+HostControlPlane::HostControlPlane(int rank, int size, Mesh mesh, const ControlSettings& settings,
+                                   uint64_t timeout_ns, const Interrupt* interrupt)
+    : rank_(rank),
+      size_(size),
+      mesh_(std::move(mesh)),
+      settings_(settings),
+      generation_(fork_generation()),
+      bells_(nullptr, 0, 0),
+      spin_ns_(kLeastSpinNs * 8),
+      // With more ranks than processors a spinning rank keeps the one it waits for from running.
+      may_spin_(size <= usable_cpus()),
+      mailbox_(static_cast<size_t>(size)) {
+  std::vector<int> everybody(static_cast<size_t>(size));
+  for (int i = 0; i < size; ++i) everybody[static_cast<size_t>(i)] = i;
+  memory_ = share(everybody, kControlKey, page_bytes(size), timeout_ns, interrupt);
+  page_ = reinterpret_cast<ControlPage*>(memory_->data());
+  bells_ = Bells(bells_of(page_, size), rank, size);
+  page_->magic.store(kPageMagic, std::memory_order_release);
+  mark_seen();
+  page_->cells[rank].state.store(kJoined, std::memory_order_release);
+
+  std::vector<WatchedPeer> peers;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) peers.push_back({peer, mesh_.pids[peer], mesh_.sockets[peer].get()});
+  }
+  watch_ = std::make_unique<Watch>(
+      peers, [this](int peer, const std::string& how) { on_peer_gone(peer, how); },
+      [this] { on_tick(); });
+}
+
+HostControlPlane::~HostControlPlane() {
+  if (generation_ == fork_generation()) leave();
+  watch_.reset();
+}
+
+void HostControlPlane::check_usable() const {
+  if (generation_ == fork_generation()) return;
+  throw Error(ErrorKind::error,
+              "this process was forked from rank " + std::to_string(rank_) +
+                  ": the engine stayed with the parent and cannot be used here; use it in the "
+                  "parent, or start processes of their own (spawn)");
+}
+
+std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& members,
+                                                      uint64_t key, size_t bytes,
+                                                      uint64_t timeout_ns,
+                                                      const Interrupt* interrupt) {
+  const uint64_t deadline = now_ns() + timeout_ns;
+  const int maker = members.front();
+  if (maker == rank_) {
+    auto memory = SharedMemory::create("hvd", bytes);
+    for (int member : members) {
+      if (member != rank_) send_memory(mesh_.sockets[member].get(), key, *memory);
+    }
+    memory->close_descriptor();
+    return memory;
+  }
+  // Several threads may wait for memory of the same maker, which arrives in the maker's order:
+  // whoever reads a piece that is not its own leaves it in the mailbox.
+  for (;;) {
+    std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    auto& box = mailbox_[static_cast<size_t>(maker)];
+    const auto found = box.find(key);
+    if (found != box.end()) {
+      Descriptor descriptor = std::move(found->second);
+      box.erase(found);
+      auto memory = SharedMemory::adopt(std::move(descriptor), bytes);
+      memory->close_descriptor();
+      return memory;
+    }
+    if (page_ != nullptr && failure() != nullptr) throw_failure();
+    if (now_ns() >= deadline) {
+      throw Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + " waited " +
+                                          std::to_string(timeout_ns / 1'000'000'000u) +
+                                          " s in vain for shared memory of rank " +
+                                          std::to_string(maker) +
+                                          "; every rank has to make its communicators and "
+                                          "reducers in the same order");
+    }
+    ReceivedMemory received =
+        receive_memory(mesh_.sockets[maker].get(), std::min(deadline, now_ns() + kNapNs));
+    if (interrupt != nullptr && *interrupt) (*interrupt)();
+    if (received.descriptor) box[received.key] = std::move(received.descriptor);
+  }
+}
+
+std::unique_ptr<RecordChannel> HostControlPlane::open_channel(const std::vector<int>& members,
+                                                              uint64_t id, uint64_t timeout_ns,
+                                                              const Interrupt* interrupt) {
+  check_usable();
+  return open_page_channel(*this, members, id, timeout_ns, interrupt);
+}
+
+const Failure* HostControlPlane::failure() {
+  if (page_->first_failure.load(std::memory_order_acquire) == 0) return nullptr;
+  if (!failure_cached_.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (!failure_) {
+      const RankCell& cell = page_->cells[page_->first_failure.load() - 1];
+      failure_ = std::make_unique<Failure>(
+          Failure{cell.culprit, static_cast<ErrorKind>(cell.failure_kind),
+                  std::string(cell.failure_text, strnlen(cell.failure_text, kFailureText))});
+      failure_cached_.store(true, std::memory_order_release);
+    }
+  }
+  return failure_.get();
+}
+
+void HostControlPlane::post_failure(ErrorKind kind, const std::string& text) {
+  post_failure_of(rank_, kind, text);
+}
+
+void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::string& text) {
+  if (generation_ != fork_generation()) return;
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    RankCell& cell = page_->cells[rank_];
+    if (cell.failure_text[0] != 0) return;  // this rank has spoken; the first word counts
+    cell.culprit = culprit;
+    cell.failure_kind = static_cast<int32_t>(kind);
+    const size_t count = std::min(text.size(), kFailureText - 1);
+    std::memcpy(cell.failure_text, text.data(), count);
+  }
+  int32_t none = 0;
+  // Release: who reads the number with acquire sees the text.
+  page_->first_failure.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
+  bells_.ring_all();
+}
+
+bool HostControlPlane::has_left(int rank) const {
+  return page_->cells[rank].state.load(std::memory_order_acquire) == kLeft;
+}
+
+uint64_t HostControlPlane::last_seen(int rank) const {
+  return page_->cells[rank].last_seen_ns.load(std::memory_order_relaxed);
+}
+
+void HostControlPlane::mark_seen() {
+  page_->cells[rank_].last_seen_ns.store(now_ns(), std::memory_order_relaxed);
+}
+
+void HostControlPlane::request_stop(uint32_t value) {
+  if (generation_ != fork_generation()) return;
+  page_->cells[rank_].stop_requested.store(value, std::memory_order_release);
+}
+
+uint32_t HostControlPlane::stop_requested() const {
+  uint32_t value = 0;
+  for (int peer = 0; peer < size_; ++peer) {
+    value = std::max(value, page_->cells[peer].stop_requested.load(std::memory_order_acquire));
+  }
+  return value;
+}
+
+void HostControlPlane::leave() {
+  if (generation_ != fork_generation()) return;
+  page_->cells[rank_].state.store(kLeft, std::memory_order_release);
+  bells_.ring_all();
+}
+
+void HostControlPlane::on_peer_gone(int rank, const std::string& how) {
+  if (has_left(rank)) return;  // said goodbye first
+  const std::string who =
+      "rank " + std::to_string(rank) +
+      (mesh_.pids[rank] > 0 ? " (pid " + std::to_string(mesh_.pids[rank]) + ") " : " ") + how;
+  const Failure* known = failure();
+  const bool killed = how.find("killed") != std::string::npos;
+  // A job that fails takes its ranks down one after the other: those that end by themselves after
+  // the first are no news.
+  if (known != nullptr && known->rank != rank && !killed) return;
+  print_line(rank_, who + " without leaving the job; look at what it printed last");
+  post_failure_of(rank, ErrorKind::rank_failed, who + " without leaving the job");
+  failed_at_.store(now_ns(), std::memory_order_relaxed);
+  if (settings_.abort_grace_ns != 0) watch_->arm_ticks();
+}
+
+void HostControlPlane::on_tick() {
+  const uint64_t failed_at = failed_at_.load(std::memory_order_relaxed);
+  if (failed_at == 0 || failure_raised_.load(std::memory_order_relaxed)) return;
+  if (now_ns() - failed_at < settings_.abort_grace_ns) return;
+  // The main thread sits somewhere that we cannot interrupt and that will never return.
+  print_line(rank_, "no call has returned to the engine for " +
+                        std::to_string(settings_.abort_grace_ns / 1'000'000'000u) +
+                        " s (abort_grace_seconds) after that failure; ending this process");
+  _exit(1);
+}
+
+void HostControlPlane::throw_failure() {
+  failure_raised_.store(true, std::memory_order_relaxed);
+  const Failure* known = failure();
+  throw Error(known->kind, "rank " + std::to_string(rank_) + " cannot go on: " + known->text);
+}
+
+int HostControlPlane::first_left(const std::vector<int>& ranks) const {
+  for (int peer : ranks) {
+    if (peer != rank_ && has_left(peer)) return peer;
+  }
+  return -1;
+}
+
+void HostControlPlane::check_limits(const Wait& settings, uint64_t started,
+                                    uint64_t last_progress, uint64_t* next_warning) {
+  const uint64_t now = now_ns();
+  const auto give_up = [&](ErrorKind kind, const std::string& reason) {
+    const std::string what = settings.describe ? settings.describe() : "the other ranks";
+    post_failure(kind, "rank " + std::to_string(rank_) + " waited for " + what + "; " + reason);
+    throw_failure();
+  };
+  const auto seconds = [](uint64_t ns) { return std::to_string(ns / 1'000'000'000u) + " s"; };
+  if (settings.timeout_ns != 0 && now - started >= settings.timeout_ns) {
+    give_up(ErrorKind::timeout, "gave up after the timeout of " +
+                                    std::to_string(settings.timeout_ns / 1'000'000u) + " ms");
+  }
+  if (settings_.stall_abort_ns != 0 && now - last_progress >= settings_.stall_abort_ns) {
+    give_up(ErrorKind::stall,
+            "gave up after " + seconds(settings_.stall_abort_ns) + " (stall_abort_seconds)");
+  }
+  const uint64_t interval =
+      settings.first ? settings_.first_stall_warning_ns : settings_.stall_warning_ns;
+  if (interval == 0) return;
+  if (*next_warning == 0) *next_warning = last_progress + interval;
+  if (now < *next_warning) return;
+  *next_warning += interval;
+  print_line(rank_, "has been waiting for " + seconds(now - last_progress) + " for " +
+                        (settings.describe ? settings.describe() : "the other ranks"));
+}
+
+void HostControlPlane::wait(const std::function<Step()>& step, const Wait& settings,
+                            const std::vector<int>& needed) {
+  check_usable();
+  uint64_t started = 0;
+  uint64_t last_progress = 0;
+  uint64_t next_warning = 0;
+  bool slept = false;
+  for (;;) {
+    Step result = step();
+    if (result == Step::done) return;
+    if (result == Step::progressed) {
+      if (last_progress != 0) {
+        // What came while spinning was worth spinning for.
+        if (!slept) {
+          const uint32_t spin = spin_ns_.load(std::memory_order_relaxed);
+          spin_ns_.store(std::min(kMostSpinNs, spin + spin / 8 + 100), std::memory_order_relaxed);
+        }
+        last_progress = 0;
+        next_warning = 0;
+      }
+      slept = false;
+      continue;
+    }
+    if (failure() != nullptr) throw_failure();
+    const uint64_t now = now_ns();
+    if (started == 0) started = now;
+    if (last_progress == 0) last_progress = now;
+    if (may_spin_ && now - last_progress < spin_ns_.load(std::memory_order_relaxed)) {
+      for (int i = 0; i < 32; ++i) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+      }
+      continue;
+    }
+    mark_seen();
+    if (!slept) {
+      const uint32_t spin = spin_ns_.load(std::memory_order_relaxed);
+      spin_ns_.store(std::max(kLeastSpinNs, spin - spin / 4), std::memory_order_relaxed);
+    }
+    slept = true;
+    {
+      Bells::Sleep sleep(bells_);
+      // Looked at before the step: if the rank finished its part and then left, the step finds it.
+      const int left = first_left(needed);
+      result = step();
+      if (result == Step::done) return;
+      if (result == Step::progressed) {
+        last_progress = 0;
+        next_warning = 0;
+        continue;
+      }
+      if (failure() != nullptr) throw_failure();
+      if (result == Step::blocked && left >= 0) {
+        post_failure_of(left, ErrorKind::rank_failed,
+                        "rank " + std::to_string(left) + " has left the job while rank " +
+                            std::to_string(rank_) + " waits for " +
+                            (settings.describe ? settings.describe() : std::string("it")) +
+                            "; all ranks have to take part in the same steps");
+        throw_failure();
+      }
+      sleep.wait(kNapNs);
+    }
+    if (settings.interrupt != nullptr && *settings.interrupt) (*settings.interrupt)();
+    check_limits(settings, started, last_progress, &next_warning);
+  }
+}
+
+}  // namespace hvd

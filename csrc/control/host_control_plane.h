@@ -1,0 +1,103 @@
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/shared_memory.h"
+#include "control/bells.h"
+#include "control/control_plane.h"
+#include "control/handshake.h"
+#include "control/watch.h"
+
+namespace hvd {
+
+// Times in nanoseconds; 0 = never.
+struct ControlSettings {
+  uint64_t stall_warning_ns = 60'000'000'000u;
+  uint64_t first_stall_warning_ns = 600'000'000'000u;
+  uint64_t stall_abort_ns = 1'800'000'000'000u;
+  uint64_t abort_grace_ns = 30'000'000'000u;
+};
+
+struct ControlPage;
+
+// The control plane of ranks that share a host: a page of shared memory with bells, a mesh of
+// unix sockets that hands memory over and tells of deaths, and the watch thread.
+class HostControlPlane final : public ControlPlane {
+ public:
+  // Collective. Takes over the connections.
+  HostControlPlane(int rank, int size, Mesh mesh, const ControlSettings& settings,
+                   uint64_t timeout_ns, const Interrupt* interrupt = nullptr);
+  ~HostControlPlane() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  const std::vector<pid_t>& pids() const { return mesh_.pids; }
+
+  // Collective over `members`: memory that the lowest of them makes and hands to the others, all
+  // zero at first. `key` tells memories of the same members apart.
+  std::unique_ptr<SharedMemory> share(const std::vector<int>& members, uint64_t key, size_t bytes,
+                                      uint64_t timeout_ns, const Interrupt* interrupt);
+
+  std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members, uint64_t id,
+                                              uint64_t timeout_ns,
+                                              const Interrupt* interrupt) override;
+  const Failure* failure() override;
+  void post_failure(ErrorKind kind, const std::string& text) override;
+  bool has_left(int rank) const override;
+  uint64_t last_seen(int rank) const override;
+  void request_stop(uint32_t value) override;
+  uint32_t stop_requested() const override;
+  void notify() override { bells_.ring_all(); }
+  void notify_self() override { bells_.ring_self(); }
+  void wait(const std::function<Step()>& step, const Wait& settings,
+            const std::vector<int>& needed) override;
+
+  Bells& bells() { return bells_; }
+  // Marks this rank as alive now.
+  void mark_seen();
+  // Says that this rank takes part in nothing any more. Idempotent.
+  void leave();
+  // Throws in a forked child: the engine stayed with the parent.
+  void check_usable() const;
+
+ private:
+  void post_failure_of(int culprit, ErrorKind kind, const std::string& text);
+  void on_peer_gone(int rank, const std::string& how);
+  void on_tick();
+  [[noreturn]] void throw_failure();
+  void check_limits(const Wait& settings, uint64_t started, uint64_t last_progress,
+                    uint64_t* next_warning);
+  int first_left(const std::vector<int>& ranks) const;
+
+  int rank_;
+  int size_;
+  Mesh mesh_;
+  ControlSettings settings_;
+  uint64_t generation_;
+  std::unique_ptr<SharedMemory> memory_;
+  ControlPage* page_ = nullptr;
+  Bells bells_;
+  std::atomic<uint32_t> spin_ns_;
+  bool may_spin_;
+
+  std::mutex failure_mutex_;
+  std::unique_ptr<Failure> failure_;        // cached copy of the page's, guarded
+  std::atomic<bool> failure_cached_{false};
+  std::atomic<uint64_t> failed_at_{0};
+  std::atomic<bool> failure_raised_{false};  // some call of this process has thrown it
+
+  std::mutex mailbox_mutex_;
+  std::vector<std::map<uint64_t, Descriptor>> mailbox_;  // by sender: memory not yet asked for
+
+  std::unique_ptr<Watch> watch_;  // last: its thread uses all of the above
+};
+
+// A line on standard error, written in one piece so that lines of several ranks do not mix.
+void print_line(int rank, const std::string& text);
+
+}  // namespace hvd

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/reduce.h"
+
+namespace hvd {
+
+constexpr int kDTypeCount = 10;
+constexpr int kFloatTypeCount = 4;  // the first ones of DType
+constexpr int kReduceOpCount = 3;
+
+using ConvertKernel = void (*)(void* dst, const void* src, size_t count, double factor);
+
+// All kernels of one instruction set, indexed by the values of the enumerations.
+struct KernelTable {
+  ReduceKernel reduce[kDTypeCount][kReduceOpCount];
+  ReduceKernel sum_in_double[kFloatTypeCount];
+  ConvertKernel convert[kFloatTypeCount][kFloatTypeCount];  // [from][to]
+};
+
+extern const KernelTable kPortableKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#endif
+
+const KernelTable& kernel_table(Isa isa);
+
+}  // namespace hvd

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hvd {
+
+// What a rank tells the others at the end of a backward.
+struct FlushRecord {
+  enum : uint32_t {
+    kFailed = 1,    // an exception ended the backward; `text` says which
+    kMore = 2,      // some parameter fired again after its bucket had left: an extra round follows
+    kExtra = 4,     // this is the extra round
+    kAtGate = 8,    // sent by an optimizer step, not by a backward
+  };
+  uint32_t flags = 0;
+  uint64_t round = 0;  // number of the flush
+  uint64_t step = 0;   // optimizer steps seen so far
+  uint32_t parameters = 0;
+  std::vector<bool> present;       // by parameter: this rank has a gradient
+  std::vector<bool> posted;        // by bucket: this rank has posted it
+  std::vector<uint32_t> arrivals;  // parameters without a bucket, in the order they fired
+  std::string text;
+
+  std::string encode() const;
+  // Throws Error(mismatch) when the bytes are not a record.
+  static FlushRecord decode(const std::string& bytes);
+};
+
+}  // namespace hvd

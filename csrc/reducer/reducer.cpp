@@ -1,0 +1,404 @@
+#include "reducer/reducer.h"
+
+#include <algorithm>
+
+#include "base/clock.h"
+
+namespace hvd {
+namespace {
+
+// Slots at the top of the range, for the buckets of extra rounds.
+constexpr uint32_t kExtraSlots = 64;
+constexpr uint32_t kBucketSlots = Communicator::kSlots - kExtraSlots;
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+}  // namespace
+
+Reducer::Reducer(std::shared_ptr<Communicator> communicator,
+                 std::unique_ptr<RecordChannel> channel, const ReducerSettings& settings)
+    : communicator_(std::move(communicator)), channel_(std::move(channel)), settings_(settings) {
+  communicator_->on_started = [this](uint32_t slot, const Work& work) {
+    events_.write(EventKind::started, slot, work.step);
+  };
+  communicator_->on_done = [this](uint32_t slot, const Work& work) {
+    events_.write(EventKind::done, slot, work.step);
+  };
+}
+
+Reducer::~Reducer() { close(); }
+
+void Reducer::close() {
+  if (closed_) return;
+  closed_ = true;
+  communicator_->close();  // before the observers above lose their object
+}
+
+void Reducer::add_parameters(const std::vector<Parameter>& parameters) {
+  for (const Parameter& parameter : parameters) {
+    State state;
+    state.parameter = parameter;
+    parameters_.push_back(std::move(state));
+    plan_parameters_.push_back({parameter.count, parameter.dtype, parameter.group});
+  }
+  by_products_.resize(parameters_.size());
+  has_by_products_.resize(parameters_.size());
+}
+
+bool Reducer::in_flight(uint32_t index) const {
+  const State& state = parameters_[index];
+  return state.bucket >= 0 && buckets_[static_cast<size_t>(state.bucket)].work != nullptr;
+}
+
+void Reducer::take(uint32_t index, void* gradient) {
+  State& state = parameters_[index];
+  events_.write(EventKind::fired, index, round_);
+  state.gradient = gradient;
+  state.taken = true;
+  taken_.push_back(index);
+  if (extra_) return;
+  if (state.bucket < 0) {
+    arrivals_.push_back(index);
+    return;
+  }
+  const auto slot = static_cast<uint32_t>(state.bucket);
+  Bucket& bucket = buckets_[slot];
+  if (++bucket.ready == bucket.parameters.size()) post(slot, bucket);
+}
+
+Reducer::Bucket Reducer::make_bucket(std::vector<uint32_t> parameters,
+                                     const std::string& title) const {
+  Bucket bucket;
+  std::vector<uint64_t> counts;
+  std::vector<std::string> names;
+  for (const uint32_t index : parameters) {
+    const Parameter& parameter = parameters_[index].parameter;
+    counts.push_back(parameter.count);
+    if (names.size() < 3) names.push_back(parameter.name);
+  }
+  if (parameters.size() > names.size()) names.push_back("...");
+  bucket.layout =
+      std::make_shared<Layout>(parameters_[parameters.front()].parameter.dtype, counts);
+  bucket.name = title + " (" + join(names) + ")";
+  bucket.parameters = std::move(parameters);
+  return bucket;
+}
+
+void Reducer::post(uint32_t slot, Bucket& bucket) {
+  auto work = std::make_shared<Work>();
+  work->kind = WorkKind::reduce;
+  work->layout = bucket.layout;
+  work->divide_by_weight = true;
+  work->want_by_products = settings_.want_by_products;
+  work->step = round_;
+  work->name = bucket.name;
+  work->pointers.reserve(bucket.parameters.size());
+  for (const uint32_t index : bucket.parameters) {
+    work->pointers.push_back(parameters_[index].gradient);
+  }
+  bucket.work = work;
+  events_.write(EventKind::posted, slot, round_);
+  communicator_->post(slot, std::move(work));
+}
+
+std::string Reducer::seen(const std::vector<int>& members) const {
+  std::vector<std::string> parts;
+  const uint64_t now = now_ns();
+  for (const int member : members) {
+    const int rank = communicator_->members()[static_cast<size_t>(member)];
+    const uint64_t last = communicator_->control().last_seen(rank);
+    parts.push_back("rank " + std::to_string(rank) + " (last seen " +
+                    std::to_string((now - std::min(last, now)) / 1'000'000'000u) + " s ago)");
+  }
+  return join(parts);
+}
+
+std::string Reducer::describe_records() const {
+  return "the end of backward " + std::to_string(round_) + " on " + seen(channel_->missing());
+}
+
+std::string Reducer::describe_work() const {
+  std::vector<std::string> parts;
+  const auto look = [&](const std::vector<Bucket>& buckets, uint32_t first_slot) {
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      const Bucket& bucket = buckets[i];
+      if (!bucket.work || bucket.work->finished.load(std::memory_order_acquire)) continue;
+      const auto late =
+          communicator_->missing(first_slot + static_cast<uint32_t>(i), bucket.work->step);
+      parts.push_back(bucket.name +
+                      (late.empty() ? ", posted by all ranks" : ", not posted by " + seen(late)));
+    }
+  };
+  look(buckets_, 0);
+  look(extra_buckets_, kBucketSlots);
+  return "backward " + std::to_string(round_) + ": " + join(parts);
+}
+
+// Waits for the records of all ranks, of a round that this rank has begun.
+void Reducer::collect_records(const Wait& settings) {
+  Wait wait = settings;
+  wait.describe = [this] { return describe_records(); };
+  wait_or_abandon([this] { return channel_->poll() ? Step::done : communicator_->drive(); }, wait);
+  records_.clear();
+  for (const std::string& bytes : channel_->records()) {
+    records_.push_back(FlushRecord::decode(bytes));
+  }
+}
+
+void Reducer::wait_or_abandon(const std::function<Step()>& step, const Wait& wait) {
+  try {
+    const Communicator::Helping helping(*communicator_);
+    communicator_->control().wait(step, wait, communicator_->members());
+  } catch (...) {
+    communicator_->abandon();
+    end_round();
+    throw;
+  }
+}
+
+void Reducer::check_records(const FlushRecord& own) const {
+  const std::vector<int>& members = communicator_->members();
+  const auto rank = [&](size_t member) { return "rank " + std::to_string(members[member]); };
+  std::vector<std::string> failed;
+  for (size_t member = 0; member < records_.size(); ++member) {
+    const FlushRecord& record = records_[member];
+    if ((record.flags & FlushRecord::kFailed) != 0) {
+      failed.push_back(rank(member) + ": " + record.text);
+    }
+  }
+  if (!failed.empty()) {
+    throw Error(ErrorKind::rank_failed,
+                "backward " + std::to_string(round_) + " failed on " + join(failed) +
+                    "; its gradients are dropped on all ranks, which may go on with the next "
+                    "step: clear the gradients and run the step again, or stop");
+  }
+  const std::string own_name = rank(static_cast<size_t>(communicator_->rank()));
+  for (size_t member = 0; member < records_.size(); ++member) {
+    const FlushRecord& record = records_[member];
+    if (record.parameters != own.parameters) {
+      throw Error(ErrorKind::mismatch, own_name + " trains " + std::to_string(own.parameters) +
+                                           " parameters, " + rank(member) + " " +
+                                           std::to_string(record.parameters) +
+                                           "; all ranks must add the same parameters");
+    }
+    if (record.step != own.step || record.round != own.round ||
+        (record.flags & FlushRecord::kExtra) != (own.flags & FlushRecord::kExtra)) {
+      throw Error(ErrorKind::mismatch,
+                  own_name + " is in backward " + std::to_string(own.round) +
+                      " after optimizer step " + std::to_string(own.step) + ", " + rank(member) +
+                      " in backward " + std::to_string(record.round) +
+                      " after optimizer step " + std::to_string(record.step) +
+                      "; all ranks must run the same number of backwards per step (a rank that "
+                      "skips some should use no_sync on all)");
+    }
+  }
+}
+
+std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait) {
+  events_.write(EventKind::flush_begin, 0, round_);
+  const uint64_t started = now_ns();
+  FlushRecord own;
+  own.flags = request.flags;
+  own.round = round_;
+  own.step = step_ = request.step;
+  own.parameters = static_cast<uint32_t>(parameters_.size());
+  own.present.resize(parameters_.size());
+  for (const uint32_t index : taken_) own.present[index] = true;
+  for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
+  own.arrivals = arrivals_;
+  channel_->begin(own.encode());
+  collect_records(wait);
+  try {
+    check_records(own);
+  } catch (const Error&) {
+    drain(wait);
+    throw;
+  }
+  extra_needed_ = false;
+  present_.assign(parameters_.size(), false);
+  for (const FlushRecord& record : records_) {
+    extra_needed_ = extra_needed_ || (record.flags & FlushRecord::kMore) != 0;
+    for (size_t index = 0; index < present_.size(); ++index) {
+      if (record.present[index]) present_[index] = true;
+    }
+  }
+  std::vector<uint32_t> missing;
+  for (uint32_t index = 0; index < present_.size(); ++index) {
+    if (present_[index] && !parameters_[index].taken) missing.push_back(index);
+  }
+  blocked_ns_ += now_ns() - started;
+  return missing;
+}
+
+void Reducer::provide(uint32_t index, void* gradient) {
+  State& state = parameters_[index];
+  state.gradient = gradient;
+  state.taken = true;
+  taken_.push_back(index);
+}
+
+void Reducer::complete(const Wait& wait) {
+  const uint64_t started = now_ns();
+  if (extra_) {
+    std::vector<uint32_t> order;
+    for (uint32_t index = 0; index < present_.size(); ++index) {
+      if (present_[index]) order.push_back(index);
+    }
+    // Fewer and larger buckets than usual if need be: the slots for extra rounds are few.
+    uint64_t bytes = 0;
+    for (const uint32_t index : order) {
+      bytes += plan_parameters_[index].count * size_of(plan_parameters_[index].dtype);
+    }
+    const uint64_t cap = std::max(settings_.bucket_bytes, bytes / (kExtraSlots / 4) + 1);
+    for (auto& parameters : plan_buckets(order, plan_parameters_, cap)) {
+      if (extra_buckets_.size() == kExtraSlots) {
+        end_round();
+        throw Error(ErrorKind::error, "gradients that fire twice in one backward come in more "
+                                      "than " + std::to_string(kExtraSlots) +
+                                          " types and optimizers");
+      }
+      extra_buckets_.push_back(make_bucket(
+          std::move(parameters), "extra bucket " + std::to_string(extra_buckets_.size())));
+    }
+    for (size_t i = 0; i < extra_buckets_.size(); ++i) {
+      post(kBucketSlots + static_cast<uint32_t>(i), extra_buckets_[i]);
+    }
+  } else {
+    std::vector<std::vector<uint32_t>> arrivals;
+    for (const FlushRecord& record : records_) arrivals.push_back(record.arrivals);
+    for (auto& parameters : plan_buckets(agree_on_order(arrivals), plan_parameters_,
+                                         settings_.bucket_bytes)) {
+      const auto slot = static_cast<uint32_t>(buckets_.size());
+      if (slot == kBucketSlots) {
+        end_round();
+        throw Error(ErrorKind::bad_argument,
+                    "the gradients need more than " + std::to_string(kBucketSlots) +
+                        " buckets; raise bucket_cap_mb");
+      }
+      for (size_t place = 0; place < parameters.size(); ++place) {
+        State& state = parameters_[parameters[place]];
+        state.bucket = slot;
+        state.place = static_cast<uint32_t>(place);
+      }
+      buckets_.push_back(
+          make_bucket(std::move(parameters), "gradient bucket " + std::to_string(slot)));
+    }
+    for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
+      Bucket& bucket = buckets_[slot];
+      if (bucket.work) continue;
+      const bool wanted = std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
+                                      [&](uint32_t index) { return present_[index]; });
+      if (wanted) post(slot, bucket);
+    }
+  }
+  wait_for_work(wait);
+  std::unique_ptr<Error> error;
+  for (auto* buckets : {&buckets_, &extra_buckets_}) {
+    for (const Bucket& bucket : *buckets) {
+      if (bucket.work && bucket.work->error && !error) {
+        error = std::make_unique<Error>(*bucket.work->error);
+      }
+    }
+  }
+  if (settings_.want_by_products && !error) {
+    has_by_products_.assign(parameters_.size(), false);
+    for (const Bucket& bucket : buckets_) {
+      for (size_t place = 0; bucket.work && place < bucket.parameters.size(); ++place) {
+        by_products_[bucket.parameters[place]] = bucket.work->by_products[place];
+        has_by_products_[bucket.parameters[place]] = present_[bucket.parameters[place]];
+      }
+    }
+  }
+  const bool extra_follows = extra_needed_;
+  end_round();
+  extra_ = extra_follows;
+  blocked_ns_ += now_ns() - started;
+  events_.write(EventKind::flush_end, 0, round_ - 1);
+  if (error) {
+    extra_ = false;
+    throw Error(*error);
+  }
+}
+
+void Reducer::wait_for_work(const Wait& settings) {
+  Wait wait = settings;
+  wait.describe = [this] { return describe_work(); };
+  size_t first = 0;  // everything before it has finished
+  const auto all_done = [&] {
+    for (; first < buckets_.size() + extra_buckets_.size(); ++first) {
+      const Bucket& bucket =
+          first < buckets_.size() ? buckets_[first] : extra_buckets_[first - buckets_.size()];
+      if (bucket.work && !bucket.work->finished.load(std::memory_order_acquire)) return false;
+    }
+    return true;
+  };
+  wait_or_abandon([&] { return all_done() ? Step::done : communicator_->drive(); }, wait);
+}
+
+// After records that end the round: what all ranks posted runs to its end, because some may have
+// begun; what a rank did not post never will, and is taken back.
+void Reducer::drain(const Wait& wait) {
+  for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
+    Bucket& bucket = buckets_[slot];
+    if (!bucket.work) continue;
+    const bool by_all =
+        std::all_of(records_.begin(), records_.end(), [&](const FlushRecord& record) {
+          return slot < record.posted.size() && record.posted[slot];
+        });
+    if (by_all) continue;
+    communicator_->withdraw(slot);
+    bucket.work = nullptr;
+  }
+  wait_for_work(wait);
+  end_round();
+}
+
+void Reducer::end_round() {
+  for (const uint32_t index : taken_) {
+    parameters_[index].gradient = nullptr;
+    parameters_[index].taken = false;
+  }
+  taken_.clear();
+  arrivals_.clear();
+  for (Bucket& bucket : buckets_) {
+    bucket.ready = 0;
+    bucket.work = nullptr;
+  }
+  extra_buckets_.clear();
+  extra_ = false;
+  failed_ = false;
+  ++round_;
+}
+
+void Reducer::fail(const std::string& text) {
+  FlushRecord own;
+  own.flags = FlushRecord::kFailed;
+  own.round = round_;
+  own.step = step_;
+  own.parameters = static_cast<uint32_t>(parameters_.size());
+  for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
+  own.text = text;
+  failed_ = true;
+  channel_->begin(own.encode());
+}
+
+void Reducer::recover(const Wait& wait) {
+  collect_records(wait);
+  drain(wait);
+}
+
+const ByProducts* Reducer::by_products(uint32_t index) const {
+  return has_by_products_[index] ? &by_products_[index] : nullptr;
+}
+
+std::vector<std::vector<uint32_t>> Reducer::buckets() const {
+  std::vector<std::vector<uint32_t>> parameters;
+  for (const Bucket& bucket : buckets_) parameters.push_back(bucket.parameters);
+  return parameters;
+}
+
+}  // namespace hvd

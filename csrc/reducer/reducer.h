@@ -1,0 +1,142 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "observe/events.h"
+#include "reducer/flush_record.h"
+#include "reducer/plan.h"
+
+namespace hvd {
+
+struct ReducerSettings {
+  uint64_t bucket_bytes = 25u << 20;
+  bool want_by_products = false;
+  uint64_t timeout_ns = 1'800'000'000'000u;
+};
+
+// Turns the gradients of one backward into their mean over the ranks.
+//
+// During backward, take() is called for each finished gradient; a bucket whose gradients are all
+// there is posted and reduced while backward goes on. At the end, exchange() tells every rank what
+// every rank has, and complete() posts the rest and waits. What a rank lacks counts as nothing;
+// what no rank has is left alone. Buckets are formed in complete(), on all ranks at once, from
+// what fired for the first time, so the first backward is not overlapped and nothing is rebuilt.
+//
+// A backward that ends in an exception is told to the others by fail(), which never blocks;
+// recover() finishes that round before the next one begins.
+//
+// Thread contract: one thread at a time (the one that runs backward). The gradient memory has to
+// stay alive, and unread, from take() until complete(), exchange() or recover() has returned or
+// thrown.
+class Reducer {
+ public:
+  struct Parameter {
+    std::string name;
+    uint64_t count;  // elements
+    DType dtype;
+    uint32_t group;
+  };
+
+  Reducer(std::shared_ptr<Communicator> communicator, std::unique_ptr<RecordChannel> channel,
+          const ReducerSettings& settings);
+  ~Reducer();
+
+  // New parameters get the next indices. All ranks have to add the same ones.
+  void add_parameters(const std::vector<Parameter>& parameters);
+  size_t parameter_count() const { return parameters_.size(); }
+
+  // The gradient of a parameter is final. In an extra round nothing is posted yet.
+  void take(uint32_t index, void* gradient);
+  bool taken(uint32_t index) const { return parameters_[index].taken; }
+  // Taken, and the communicator may be at work on its memory.
+  bool in_flight(uint32_t index) const;
+
+  struct Request {
+    uint64_t step = 0;   // optimizer steps seen so far; has to be the same on all ranks
+    uint32_t flags = 0;  // of FlushRecord: kMore, kExtra, kAtGate
+  };
+  // Ends the collection of this round. Returns the parameters that other ranks have and this one
+  // lacks: provide() has to be called for each of them. Throws when the ranks do not agree or one
+  // has failed; then the round is over.
+  std::vector<uint32_t> exchange(const Request& request, const Wait& wait);
+  // Some rank announced an extra round (kMore).
+  bool extra_round_needed() const { return extra_needed_; }
+  // Memory that takes the result; what is in it counts as this rank's contribution.
+  void provide(uint32_t index, void* gradient);
+  // Reduces what is left, waits for all of it. The round is over whether it throws or not.
+  void complete(const Wait& wait);
+
+  void fail(const std::string& text);
+  bool must_recover() const { return failed_; }
+  void recover(const Wait& wait);
+
+  // Of the last completed round, by parameter: only those that were reduced.
+  const ByProducts* by_products(uint32_t index) const;
+
+  // After it no memory of gradients is touched any more. Idempotent.
+  void close();
+
+  uint64_t rounds() const { return round_; }
+  uint64_t blocked_ns() const { return blocked_ns_; }
+  uint64_t busy_ns() const { return communicator_->busy_ns(); }
+  // Parameter indices of each bucket.
+  std::vector<std::vector<uint32_t>> buckets() const;
+  EventRing& events() { return events_; }
+
+ private:
+  struct State {
+    Parameter parameter;
+    int64_t bucket = -1;
+    uint32_t place = 0;  // in the bucket
+    void* gradient = nullptr;
+    bool taken = false;
+  };
+  struct Bucket {
+    std::vector<uint32_t> parameters;
+    std::shared_ptr<const Layout> layout;
+    std::string name;
+    uint32_t ready = 0;
+    std::shared_ptr<Work> work;  // posted in this round
+  };
+
+  Bucket make_bucket(std::vector<uint32_t> parameters, const std::string& title) const;
+  void post(uint32_t slot, Bucket& bucket);
+  void collect_records(const Wait& wait);
+  void wait_or_abandon(const std::function<Step()>& step, const Wait& wait);
+  void wait_for_work(const Wait& wait);
+  std::string describe_records() const;
+  std::string describe_work() const;
+  std::string seen(const std::vector<int>& members) const;
+  void check_records(const FlushRecord& own) const;
+  void drain(const Wait& wait);
+  void end_round();
+
+  std::shared_ptr<Communicator> communicator_;
+  std::unique_ptr<RecordChannel> channel_;
+  ReducerSettings settings_;
+  std::vector<State> parameters_;
+  std::vector<PlanParameter> plan_parameters_;
+  std::vector<Bucket> buckets_;
+  std::vector<Bucket> extra_buckets_;
+  std::vector<uint32_t> taken_;     // of this round
+  std::vector<uint32_t> arrivals_;  // of this round: taken without a bucket
+  std::vector<FlushRecord> records_;
+  std::vector<bool> present_;  // by parameter: some rank has it
+  bool extra_ = false;
+  bool extra_needed_ = false;
+  bool failed_ = false;
+  bool closed_ = false;
+  uint64_t round_ = 0;
+  uint64_t step_ = 0;
+  uint64_t blocked_ns_ = 0;
+  std::vector<ByProducts> by_products_;
+  std::vector<bool> has_by_products_;
+  EventRing events_;
+};
+
+}  // namespace hvd

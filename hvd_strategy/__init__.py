@@ -1,0 +1,79 @@
+"""Synchronous data-parallel training for PyTorch and Lightning, over an engine of its own.
+
+The names below are loaded when they are first used, so that `import hvd_strategy` costs nothing and
+needs only the standard library: it happens at every `import torch`, through the entry point in
+`pyproject.toml`, also in programs that never use this package. All it does is arrange that the
+strategy names "hvd", "hvd_spawn", "hvd_fork" and "hvd_notebook" are known to Lightning once that is
+imported.
+"""
+
+from __future__ import annotations
+
+from hvd_strategy import _register
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from hvd_strategy.engine import GradientReducer
+    from hvd_strategy.errors import (
+        HvdError,
+        HvdTimeoutError,
+        MismatchError,
+        RankFailedError,
+        StallError,
+    )
+    from hvd_strategy.lightning import HvdStrategy
+    from hvd_strategy.session import Session, current_session, open_session
+
+    __version__: str
+
+__all__ = [
+    "GradientReducer",
+    "HvdError",
+    "HvdStrategy",
+    "HvdTimeoutError",
+    "MismatchError",
+    "RankFailedError",
+    "Session",
+    "StallError",
+    "__version__",
+    "current_session",
+    "open_session",
+]
+
+_MODULE_OF = {
+    "GradientReducer": "engine",
+    "HvdError": "errors",
+    "HvdStrategy": "lightning",
+    "HvdTimeoutError": "errors",
+    "MismatchError": "errors",
+    "RankFailedError": "errors",
+    "Session": "session",
+    "StallError": "errors",
+    "current_session": "session",
+    "open_session": "session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("hvd-strategy")
+    elif name in _MODULE_OF:
+        from importlib import import_module
+
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_register.install()

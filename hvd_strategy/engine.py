@@ -1,0 +1,551 @@
+"""GradientReducer: averages gradients over the ranks while `backward` produces them.
+
+    reducer = GradientReducer(model.named_parameters(), optimizer=optimizer)
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()   # p.grad is the mean over the ranks when this returns
+        optimizer.step()
+
+A hook on every parameter hands finished gradients to the C++ core, which fuses them into buckets
+and reduces them on a thread of its own; the callback at the end of backward tells all ranks what
+every rank has, waits for the rest and puts the gradients back. The optimizer's step is a gate: it
+joins a rank whose loss had no graph, and finds gradients of parameters that nobody announced.
+
+Fronts (Lightning, Accelerate, plain loops) use this class; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvd_strategy import _core
+from hvd_strategy._private_api import current_autograd_node, queue_end_of_backward
+from hvd_strategy.errors import HvdError, MismatchError
+from hvd_strategy.options import resolve
+from hvd_strategy.session import Session, open_session
+
+__all__ = ["GradientReducer"]
+
+# Complex gradients travel as twice as many floats.
+_WIRE_NAMES = {
+    torch.float32: ("float32", 1),
+    torch.float64: ("float64", 1),
+    torch.float16: ("float16", 1),
+    torch.bfloat16: ("bfloat16", 1),
+    torch.complex64: ("float32", 2),
+    torch.complex128: ("float64", 2),
+}
+
+
+class GradientReducer:
+    """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
+
+    Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
+    and unfrozen later, tied weights, reentrant checkpoints and accumulation over several backwards
+    are right without a flag. A parameter that no rank used keeps its `p.grad` as it was.
+
+    Every rank has to create its reducers in the same order. Keep a reference to the reducer (the
+    optimizer keeps one too): gradients stay local once it is gone.
+
+    Args:
+        named_parameters: Pairs (name, parameter), as of `model.named_parameters()`; frozen ones
+            included. Ranks are matched by name.
+        optimizer: The optimizer or optimizers that step these parameters.
+        session: The session to work in; by default the process's own, opened if need be.
+        module: The module the parameters belong to, for names of parameters found later.
+        bucket_cap_mb: Size of a gradient bucket in MiB.
+        timeout: Deadline of a reduction.
+        gradient_norms: Compute finite flag and sum of squares of each gradient on the way.
+        force: Take the full path in a world of one rank too, where there is nothing to reduce
+            (for measurements).
+
+    Raises:
+        MismatchError: Ranks have other parameters, shapes or dtypes; names the first difference.
+        ValueError: An argument is not acceptable.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        session: Session | None = None,
+        module: torch.nn.Module | None = None,
+        bucket_cap_mb: float | None = None,
+        timeout: timedelta | None = None,
+        gradient_norms: bool = False,
+        force: bool = False,
+    ) -> None:
+        self._closed = True  # until everything below stands
+        bucket_cap_mb = resolve("bucket_cap_mb", bucket_cap_mb)
+        timeout = resolve("timeout", timeout)
+        if optimizer is None:
+            optimizers = []
+        elif isinstance(optimizer, Optimizer):
+            optimizers = [optimizer]
+        else:
+            optimizers = list(optimizer)
+        for candidate in optimizers:
+            if not isinstance(candidate, Optimizer):
+                raise TypeError(
+                    f"optimizer={candidate!r} is not accepted: it takes a torch.optim.Optimizer, "
+                    "or several of them."
+                )
+        named = _unique(named_parameters)
+        self._session = open_session() if session is None else session
+        self._module = module
+        self._parameters: list[Tensor] = []
+        self._index: dict[int, int] = {}
+        self._handles: list[Any] = []
+        self._optimizers: list[Optimizer] = []
+        self._flushes = 0
+        self._flushes_at_gate: list[int] = []
+        self._steps = 0
+        self._unnamed = 0
+        self._core: Any = None
+        self._active = self._session.size > 1 or force
+        if self._active:
+            self._core = _core.Reducer(
+                self._session.core,
+                list(range(self._session.size)),
+                bucket_cap_mb,
+                gradient_norms,
+                timeout.total_seconds(),
+            )
+            # Weak, or the hooks would keep this object alive and it them.
+            self._core.set_callbacks(_weakly(self._begin_backward), _weakly(self._accept_gradient))
+        self._closed = False
+        for candidate in optimizers:
+            self.add_optimizer(candidate)
+        if self._active:
+            self._add_parameters(named)
+
+    # ---- life ----
+
+    @property
+    def active(self) -> bool:
+        """False where there is nothing to reduce: in a world of one rank, and after `close`."""
+        return self._active and not self._closed
+
+    @property
+    def session(self) -> Session:
+        """The session in which the gradients are reduced."""
+        return self._session
+
+    def close(self) -> None:
+        """Removes all hooks and frees the staging memory. Gradients stay local from then on."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._core is not None:
+            self._core.close()
+        self._parameters.clear()
+        self._index.clear()
+        self._optimizers.clear()
+        self._flushes_at_gate.clear()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "A GradientReducer cannot be copied or pickled: it is bound to the hooks of this "
+            "process's parameters. Create one in each process instead."
+        )
+
+    # ---- parameters and optimizers ----
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Makes the optimizer's `step` a gate: see the module's text."""
+        if not self.active or any(known is optimizer for known in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
+        self._flushes_at_gate.append(self._flushes)
+        before_step = _weakly(self._before_step)
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        # Whoever keeps the optimizer keeps the reducer.
+        self._handles.append(_KeptBy(optimizer, self))
+
+    def _add_parameters(self, named: list[tuple[str, Tensor]]) -> None:
+        # Sorted by name, so that ranks which register in another order agree all the same.
+        named = sorted(named, key=lambda pair: pair[0])
+        described = [_describe(name, parameter) for name, parameter in named]
+        self._check_agreement(described)
+        for (name, parameter), (_, _, dtype, _) in zip(named, described, strict=True):
+            if parameter.dtype not in _WIRE_NAMES:
+                continue  # integers: autograd gives them no gradient
+            del dtype
+            self._add_parameter(name, parameter)
+
+    def _add_parameter(self, name: str, parameter: Tensor) -> None:
+        index = len(self._parameters)
+        wire, factor = _WIRE_NAMES[parameter.dtype]
+        with torch.no_grad():
+            like = torch.empty_like(parameter, device="meta")
+        self._core.add_parameter(
+            name,
+            parameter.numel() * factor,
+            wire,
+            self._group_of(parameter),
+            parameter.dtype,
+            parameter.numel() * parameter.element_size(),
+            None if like.is_contiguous() else like.stride(),
+        )
+        self._parameters.append(parameter)
+        self._index[id(parameter)] = index
+        # Frozen parameters get a hook too, for the day they are unfrozen; torch takes one only
+        # while the parameter requires a gradient.
+        frozen = not parameter.requires_grad
+        if frozen:
+            parameter.requires_grad_(True)
+        try:
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(self._core.hook(index))
+            )
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+        # A gradient from before counts as this rank's: the next flush takes it along.
+        self._core.set_dirty(index, parameter.grad is not None)
+
+    def _group_of(self, parameter: Tensor) -> int:
+        for number, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                if any(member is parameter for member in group["params"]):
+                    return number + 1
+        return 0
+
+    def _check_agreement(self, described: list[tuple[str, tuple[int, ...], str, Any]]) -> None:
+        """Compares the parameters of all ranks; the same error on every rank where they differ."""
+        exchange = self._session.communicator.exchange
+        digest = hashlib.sha256(pickle.dumps(described, protocol=4)).digest()
+        if len(set(exchange(digest))) == 1:
+            return
+        everybody = [pickle.loads(record) for record in exchange(pickle.dumps(described))]
+        reference = everybody[0]
+        for rank, other in enumerate(everybody):
+            if other != reference:
+                raise MismatchError(
+                    f"Rank {self._session.rank}: ranks train different parameters. "
+                    f"{_first_difference(reference, rank, other)}. All ranks have to build the "
+                    "same model; look for code that depends on the rank."
+                )
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Takes up parameters of the optimizer that were not there when the reducer was made."""
+        unknown = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in self._index
+        ]
+        if not unknown:
+            return
+        names = {}
+        if self._module is not None:
+            names = {id(p): name for name, p in self._module.named_parameters()}
+        named = []
+        for parameter in unknown:
+            name = names.get(id(parameter))
+            if name is None:
+                name = f"unnamed.{self._unnamed}"
+                self._unnamed += 1
+            named.append((name, parameter))
+        self._add_parameters(named)
+
+    # ---- one backward ----
+
+    def _begin_backward(self) -> None:
+        """Called by the hook of the first gradient of a backward."""
+        if torch.is_grad_enabled():
+            raise HvdError(
+                f"Rank {self._session.rank}: backward(create_graph=True) cannot be the training "
+                "backward, because reducing its gradients in place would break their graph. Use "
+                "torch.autograd.grad(..., create_graph=True) for the inner gradient and a plain "
+                "backward() for the loss."
+            )
+        if self._core.must_recover:
+            self._core.recover()
+        queue_end_of_backward(_EndOfBackward(self))
+
+    def _end_of_backward(self) -> None:
+        node = current_autograd_node()
+        if node is None:
+            self._flush()
+            return
+        # A backward inside another one (a reentrant checkpoint): the outer one goes on, and its
+        # end is the end. The node that runs belongs to it.
+        outer = _EndOfBackward(self)
+        node.register_hook(lambda *_: queue_end_of_backward(outer))
+
+    def _backward_failed(self) -> None:
+        """The callback was destroyed uncalled: an exception ended the backward."""
+        if self.active and self._core.begun:
+            self._core.fail("an exception inside backward; see the output of that rank")
+
+    def _flush(self, flags: int = 0) -> None:
+        core = self._core
+        if core.must_recover:
+            core.recover()
+        for index in core.dirty():
+            core.take(index, self._parameters[index])
+        self._flushes += 1
+        for index in core.exchange(self._steps, flags):
+            parameter = self._parameters[index]
+            # A gradient kept from an earlier step counts; without one this rank adds nothing.
+            gradient = parameter.grad
+            core.provide(index, parameter, _zeros(parameter) if gradient is None else gradient)
+        if core.complete():
+            self._extra_round()
+
+    def _extra_round(self) -> None:
+        """Reduces what fired again after its bucket had left, and adds it to the gradients."""
+        core = self._core
+        deltas: dict[int, Tensor] = {}
+        for index, _, delta in core.begin_extra_round():
+            deltas[index] = deltas[index] + delta if index in deltas else delta
+        for index, delta in deltas.items():
+            core.take_delta(index, self._parameters[index], delta, False)
+        for index in core.exchange(self._steps, _core.FLUSH_EXTRA):
+            parameter = self._parameters[index]
+            core.take_delta(index, parameter, _zeros(parameter), True)
+        core.complete_extra()
+
+    def _accept_gradient(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Makes a gradient that the core can take of one that it cannot, or raises."""
+        where = f"Rank {self._session.rank}: the gradient of parameter {index}"
+        for known, other in enumerate(self._parameters):
+            if known == index and other is parameter and self._module is not None:
+                for name, candidate in self._module.named_parameters():
+                    if candidate is parameter:
+                        where = f"Rank {self._session.rank}: the gradient of parameter '{name}'"
+        if gradient.layout is not torch.strided:
+            raise HvdError(
+                f"{where} is sparse ({gradient.layout}), which is not supported yet. Create the "
+                "layer with sparse=False."
+            )
+        if gradient.device.type != "cpu":
+            raise HvdError(
+                f"{where} is on {gradient.device}; only CPU tensors are supported so far. Train "
+                "with accelerator='cpu'."
+            )
+        expected = torch.empty_like(parameter, device="meta", dtype=gradient.dtype)
+        if gradient.shape == parameter.shape and gradient.stride() != expected.stride():
+            dense = torch.empty_strided(expected.shape, expected.stride(), dtype=gradient.dtype)
+            return dense.copy_(gradient)
+        raise HvdError(
+            f"{where} is a {tuple(gradient.shape)} {gradient.dtype}, which is not what the "
+            "parameter was when the GradientReducer was created. Convert and reshape the model "
+            "first, then create the reducer."
+        )
+
+    # ---- the gate ----
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.active:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.gate(optimizer)
+            return None
+
+        # The gradients come into being inside the closure, so the gate is behind it.
+        def closure_and_gate() -> Any:
+            loss = closure()
+            self.gate(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_and_gate}
+        return (args[0], closure_and_gate, *args[2:]), kwargs
+
+    def gate(self, optimizer: Optimizer) -> None:
+        """Makes sure that the optimizer's gradients are reduced, before they are used.
+
+        Called by itself before each `optimizer.step`, or after its closure. Call it yourself when
+        something has to see the final gradients earlier (clipping) although this rank may not
+        have run a backward. Costs no communication when a backward has been reduced since the
+        optimizer's last step.
+        """
+        if not self.active or self._core.local:
+            return
+        number = next(i for i, known in enumerate(self._optimizers) if known is optimizer)
+        self._adopt(optimizer)
+        if self._flushes == self._flushes_at_gate[number] or self._core.dirty():
+            self._flush(_core.FLUSH_AT_GATE)
+        self._flushes_at_gate[number] = self._flushes
+        self._steps += 1
+
+    # ---- for users ----
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of backwards inside stay local; the next backward outside reduces them."""
+        if not self.active:
+            yield
+            return
+        before = self._core.local
+        self._core.local = True
+        try:
+            yield
+        finally:
+            self._core.local = before
+
+    def statistics(self) -> dict[str, float]:
+        """Counters since the reducer was created.
+
+        Returns:
+            backwards: Reduced backwards.
+            communication_seconds: Time during which a reduction was under way.
+            exposed_seconds: Time the training thread waited for it at the end of backward.
+            hidden_share: 1 - exposed / communication; 0 when there was none.
+        """
+        if self._core is None:
+            return {
+                "backwards": 0,
+                "communication_seconds": 0.0,
+                "exposed_seconds": 0.0,
+                "hidden_share": 0.0,
+            }
+        counters: dict[str, float] = self._core.statistics()
+        busy = counters["communication_seconds"]
+        hidden = 1.0 - counters["exposed_seconds"] / busy if busy > 0 else 0.0
+        return {**counters, "hidden_share": max(0.0, hidden)}
+
+    def buckets(self) -> list[list[int]]:
+        """Parameter numbers (in order of their names) of each bucket formed so far."""
+        return [] if self._core is None else self._core.buckets()
+
+    def by_products(self, parameter: Tensor) -> tuple[float, bool] | None:
+        """Sum of squares and finite flag of the parameter's last reduced gradient.
+
+        None when it was not reduced in the last backward, or without `gradient_norms=True`.
+        """
+        if self._core is None:
+            return None
+        found: tuple[float, bool] | None = self._core.by_products(self._index[id(parameter)])
+        return found
+
+    def record_events(self, capacity: int = 100_000) -> None:
+        """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
+        if self._core is not None:
+            self._core.record_events(capacity)
+
+    def events(self) -> list[tuple[str, int, int, float]]:
+        """Recorded events as (kind, parameter or bucket, backward, seconds), oldest first."""
+        return [] if self._core is None else self._core.events()
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward; notices when it is dropped without a call."""
+
+    __slots__ = ("_called", "_reducer")
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._reducer._end_of_backward()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._reducer._backward_failed()
+
+
+class _KeptBy:
+    """Ties the reducer's life to the optimizer's, through a hook that does nothing."""
+
+    def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
+        def keep(*_: Any, _reducer: GradientReducer = reducer) -> None:
+            return None
+
+        self._handle = optimizer.register_step_post_hook(keep)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*args)
+
+    return call
+
+
+def _unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Checks the pairs and drops repetitions of tied parameters."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    names: dict[str, int] = {}
+    for pair in named_parameters:
+        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not fits or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise TypeError(
+                f"named_parameters gave {type(pair).__name__}: it takes pairs of a name and a "
+                "parameter, as model.named_parameters() gives."
+            )
+        name, parameter = pair
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"'{name}' is not a parameter but the result of a computation: it gets no "
+                "gradient of its own."
+            )
+        if names.setdefault(name, id(parameter)) != id(parameter):
+            raise ValueError(f"Two different parameters are called '{name}'.")
+        named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
+
+
+def _describe(name: str, parameter: Tensor) -> tuple[str, tuple[int, ...], str, Any]:
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"Parameter '{name}' is on {parameter.device}: only CPU tensors are supported so far. "
+            "Train with accelerator='cpu'."
+        )
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return name, tuple(parameter.shape), str(parameter.dtype), strides
+
+
+def _first_difference(
+    reference: list[tuple[str, tuple[int, ...], str, Any]],
+    rank: int,
+    other: list[tuple[str, tuple[int, ...], str, Any]],
+) -> str:
+    known = {name: (shape, dtype, strides) for name, shape, dtype, strides in reference}
+    theirs = {name: (shape, dtype, strides) for name, shape, dtype, strides in other}
+    for name in sorted(known.keys() | theirs.keys()):
+        if name not in theirs:
+            return f"Rank {rank} lacks '{name}', which rank 0 has"
+        if name not in known:
+            return f"Rank 0 lacks '{name}', which rank {rank} has"
+        if known[name] != theirs[name]:
+            return (
+                f"'{name}' has shape {known[name][0]}, {known[name][1]} and strides "
+                f"{known[name][2]} on rank 0, but shape {theirs[name][0]}, {theirs[name][1]} and "
+                f"strides {theirs[name][2]} on rank {rank}"
+            )
+    return f"Rank {rank} names them in another way than rank 0"
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)

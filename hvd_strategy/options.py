@@ -1,0 +1,161 @@
+"""Every option of this package: its name, environment variable, default, and what it accepts.
+
+One table serves the session, the gradient reducer and the strategy: each takes the option as a
+keyword argument whose default is None, and asks `resolve` for the value. An argument beats the
+environment variable, which beats the default. The variable is always `HVD_` and the name in
+capitals. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["OPTIONS", "Option", "resolve"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: Name of the keyword argument.
+        type: `float`, `str` or `timedelta`; in the environment a timedelta is a number of seconds.
+        default: The value where neither argument nor environment gives one.
+        check: Whether a value of the right type is acceptable.
+        accepts: What is acceptable, in words, for error messages and the documentation.
+        help: What the option does.
+    """
+
+    name: str
+    type: type
+    default: Any
+    check: Callable[[Any], bool]
+    accepts: str
+    help: str
+
+    @property
+    def env(self) -> str:
+        """The environment variable."""
+        return f"HVD_{self.name.upper()}"
+
+    def from_argument(self, value: Any) -> Any:
+        """Checks a value given in Python and brings it into the option's type."""
+        if self.type is float:
+            # bool is an int to Python, but nobody means 1 second by True.
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            value = float(value) if fits else value
+        else:
+            fits = isinstance(value, self.type)
+        if not fits or not self.check(value):
+            raise ValueError(f"{self.name}={value!r} is not accepted: it takes {self.accepts}.")
+        return value
+
+    def from_text(self, text: str) -> Any:
+        """Reads and checks the value of the environment variable."""
+        value: Any = text.strip()
+        try:
+            if self.type is not str:
+                value = float(value)
+            if self.type is timedelta:
+                value = timedelta(seconds=value)
+            fits = self.check(value)
+        except (ValueError, OverflowError):
+            fits = False
+        if not fits:
+            in_seconds = ", in seconds" if self.type is timedelta else ""
+            raise ValueError(
+                f"Environment variable {self.env}={text!r} is not accepted: it takes "
+                f"{self.accepts}{in_seconds}."
+            )
+        return value
+
+
+def _positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+def _seconds_or_never(value: float) -> bool:
+    return math.isfinite(value) and value >= 0
+
+
+def _backend(value: str) -> bool:
+    pair = r"[a-z][a-z0-9_]*:(gloo|nccl)"
+    return re.fullmatch(rf"auto|gloo|nccl|{pair}(,{pair})*", value) is not None
+
+
+_ALL = (
+    Option(
+        "bucket_cap_mb",
+        float,
+        25.0,
+        _positive,
+        "a number above 0, in MiB",
+        "Gradients are reduced in buckets of at most this size.",
+    ),
+    Option(
+        "timeout",
+        timedelta,
+        timedelta(minutes=30),
+        lambda value: value > timedelta(0),
+        "a datetime.timedelta above 0",
+        "Deadline of a collective, and of the meeting of the ranks.",
+    ),
+    Option(
+        "stall_warning_seconds",
+        float,
+        60.0,
+        _seconds_or_never,
+        "a number of seconds, 0 for never",
+        "After this time a wait prints which ranks are missing; the first step gets ten times it.",
+    ),
+    Option(
+        "stall_abort_seconds",
+        float,
+        1800.0,
+        _seconds_or_never,
+        "a number of seconds, 0 for never",
+        "After this time a wait for missing ranks becomes an error.",
+    ),
+    Option(
+        "abort_grace_seconds",
+        float,
+        30.0,
+        _seconds_or_never,
+        "a number of seconds, 0 for never",
+        "How long a process may go on after another rank failed before it is ended.",
+    ),
+    Option(
+        "process_group_backend",
+        str,
+        "auto",
+        _backend,
+        '"auto", "gloo", "nccl", or pairs of device and backend such as "cpu:gloo,cuda:nccl"',
+        "Backend of torch.distributed's default group, where it does not exist yet.",
+    ),
+)
+
+OPTIONS: Mapping[str, Option] = {option.name: option for option in _ALL}
+
+
+def resolve(name: str, value: Any = None, environ: Mapping[str, str] | None = None) -> Any:
+    """The value of an option: the argument, else the environment's, else the default.
+
+    Args:
+        name: An option of `OPTIONS`.
+        value: The argument, None when the caller gave none.
+        environ: The environment; `os.environ` when not given. An empty variable counts as not set.
+
+    Raises:
+        ValueError: The value is not acceptable; names the argument or variable and what it takes.
+    """
+    option = OPTIONS[name]
+    if value is not None:
+        return option.from_argument(value)
+    text = (os.environ if environ is None else environ).get(option.env, "")
+    return option.from_text(text) if text.strip() else option.default

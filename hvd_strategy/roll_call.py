@@ -1,0 +1,191 @@
+"""Ranks wait for each other, say who they are, and agree to go on or to fail together.
+
+`roll_call` is what the ranks of a job do with a store, before there is anything better: each says
+who it is, rank 0 looks at the list, and everybody gets the list or the same error. `Patience` is
+how anything here waits: with a deadline, a line on stderr when it takes long, and open to Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from hvd_strategy.errors import HvdError, HvdTimeoutError, RankFailedError
+
+__all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll_call"]
+
+Record = dict[str, Any]
+
+
+class Patience:
+    """A wait for other ranks: its deadline, and the notice that it takes long.
+
+    Args:
+        seconds: The wait fails after this time.
+        warn_after: A line is printed once after this time; 0 for never.
+        what: Says what is waited for and whom; asked only when it is to be printed.
+    """
+
+    def __init__(self, seconds: float, warn_after: float, what: Callable[[], str]) -> None:
+        self._seconds = seconds
+        self._start = time.monotonic()
+        self._warn_after = warn_after
+        self._what = what
+        self._nap = 0.001
+
+    def remaining(self) -> float:
+        """Seconds until the deadline."""
+        return self._start + self._seconds - time.monotonic()
+
+    def pause(self) -> None:
+        """Sleeps a moment; raises HvdTimeoutError once the deadline has passed."""
+        if self.remaining() <= 0:
+            raise HvdTimeoutError(
+                f"{self._what()} did not end within {self._seconds:g} s. Look at what the missing "
+                "ranks printed: they failed, or were never started."
+            )
+        waited = time.monotonic() - self._start
+        if 0 < self._warn_after <= waited:
+            self._warn_after = 0
+            print(f"hvd_strategy: {self._what()} takes {waited:.0f} s so far.", file=sys.stderr)
+        time.sleep(min(self._nap, max(self.remaining(), 0)))
+        self._nap = min(self._nap * 1.5, 0.05)
+
+
+def host_record() -> Record:
+    """Where this process runs; ranks with equal `boot` and `net` can reach each other directly."""
+    name = socket.gethostname()
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = name
+    return {"host": name, "boot": boot, "net": namespace("net"), "pid": os.getpid()}
+
+
+def roll_call(
+    store: Store,
+    rank: int,
+    size: int,
+    record: Record,
+    check: Callable[[list[Record]], str | None],
+    *,
+    timeout: float,
+    warn_after: float,
+    what: str,
+) -> list[Record]:
+    """Gives every rank the records of all ranks, or the same error. Collective.
+
+    Args:
+        store: Used for this roll call only: prefix it with something new each time.
+        rank: This rank.
+        size: Number of ranks.
+        record: What this rank says; JSON. {"error": text} makes every rank fail with that text.
+        check: Called on rank 0 with all records; what it returns is an error on every rank.
+        timeout: Deadline in seconds.
+        warn_after: Seconds after which it is printed whom rank 0 waits for; 0 for never.
+        what: What the roll call is for, in messages.
+
+    Raises:
+        HvdError: A rank said "error", the check failed, or two processes claim the same rank.
+        HvdTimeoutError: Ranks are missing at the deadline; rank 0 names them, to all.
+        RankFailedError: The store is gone.
+    """
+    text = json.dumps({**record, "pid": os.getpid()})
+    with _store_at_work(what):
+        if store.compare_set(f"rank/{rank}", "", text) != text.encode():
+            problem = (
+                f"Two processes claim to be rank {rank} of {size}. Two jobs share one rendezvous "
+                "address: give each its own MASTER_PORT, or unset it."
+            )
+            # Rank 0 must not go on with the other process as if it were ours.
+            store.set("error", problem)
+            raise HvdError(problem)
+        if rank == 0:
+            answer = _hear_all(store, size, check, timeout, warn_after, what)
+            store.set("list", json.dumps(answer))
+    if rank != 0:
+        # Rank 0 tells who is missing at its deadline, which may be a little after ours.
+        patience = Patience(
+            timeout + 5, warn_after, lambda: f"{what}: rank {rank}'s wait for rank 0"
+        )
+        answer = json.loads(_await_key(store, "list", patience))
+    if "error" in answer:
+        raise (HvdTimeoutError if answer.get("timeout") else HvdError)(answer["error"])
+    records: list[Record] = answer["records"]
+    return records
+
+
+def _hear_all(
+    store: Store,
+    size: int,
+    check: Callable[[list[Record]], str | None],
+    timeout: float,
+    warn_after: float,
+    what: str,
+) -> Record:
+    records: list[Record] = []
+
+    def waiting_for() -> str:
+        missing = [r for r in range(len(records), size) if not store.check([f"rank/{r}"])]
+        return f"{what}: rank 0's wait for ranks {', '.join(map(str, missing))}"
+
+    patience = Patience(timeout, warn_after, waiting_for)
+    try:
+        for rank in range(size):
+            records.append(json.loads(_await_key(store, f"rank/{rank}", patience)))
+            if "error" in records[-1]:
+                return {"error": f"{what} failed on rank {rank}: {records[-1]['error']}"}
+    except HvdTimeoutError as error:
+        return {"error": str(error), "timeout": True}
+    if store.check(["error"]):
+        return {"error": store.get("error").decode()}
+    problem = check(records)
+    return {"error": problem} if problem else {"records": records}
+
+
+def _await_key(store: Store, key: str, patience: Patience) -> bytes:
+    """Waits until a key is in the store, and returns its value.
+
+    Raises:
+        HvdTimeoutError: It is not there at the deadline.
+        RankFailedError: The store is gone.
+    """
+    with _store_at_work("the wait for another rank"):
+        # Store.get would wait by itself, but deaf to Ctrl-C.
+        while not store.check([key]):
+            patience.pause()
+        value: bytes = store.get(key)
+    return value
+
+
+@contextlib.contextmanager
+def _store_at_work(what: str) -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        raise RankFailedError(
+            f"In {what} the store of the job was lost ({first_line(error)}). Usually rank 0 has "
+            "failed: look at what it printed."
+        ) from error
+
+
+def namespace(kind: str) -> str:
+    """Identity of this process's "net" or "pid" namespace; empty where it cannot be read."""
+    try:
+        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+    except OSError:
+        return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text; torch appends stack traces to its own."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -155,9 +155,23 @@ void Reducer::wait_or_abandon(const std::function<Step()>& step, const Wait& wai
     communicator_->control().wait(step, wait, communicator_->members());
   } catch (...) {
     communicator_->abandon();
+    broken_ = true;
     end_round();
     throw;
   }
+}
+
+// After a wait that was broken off the ranks may be in the middle of a round: nothing can follow.
+void Reducer::check_usable() const {
+  if (closed_) throw Error(ErrorKind::error, "this gradient reducer has been closed");
+  if (!broken_) return;
+  const Failure* failure = communicator_->control().failure();
+  throw Error(ErrorKind::rank_failed,
+              "rank " + std::to_string(communicator_->control().rank()) +
+                  " cannot reduce gradients any more: " +
+                  (failure != nullptr ? failure->text
+                                      : std::string("an earlier wait was broken off")) +
+                  "; end this process, or close the session and open a new one");
 }
 
 void Reducer::check_records(const FlushRecord& own) const {
@@ -199,6 +213,7 @@ void Reducer::check_records(const FlushRecord& own) const {
 }
 
 std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait) {
+  check_usable();
   events_.write(EventKind::flush_begin, 0, round_);
   const uint64_t started = now_ns();
   FlushRecord own;
@@ -375,6 +390,7 @@ void Reducer::end_round() {
 }
 
 void Reducer::fail(const std::string& text) {
+  if (broken_ || closed_) return;
   FlushRecord own;
   own.flags = FlushRecord::kFailed;
   own.round = round_;
@@ -387,6 +403,7 @@ void Reducer::fail(const std::string& text) {
 }
 
 void Reducer::recover(const Wait& wait) {
+  check_usable();
   collect_records(wait);
   drain(wait);
 }

@@ -112,6 +112,7 @@ class Reducer {
   std::string describe_records() const;
   std::string describe_work() const;
   std::string seen(const std::vector<int>& members) const;
+  void check_usable() const;
   void check_records(const FlushRecord& own) const;
   void drain(const Wait& wait);
   void end_round();
@@ -131,6 +132,7 @@ class Reducer {
   bool extra_needed_ = false;
   bool failed_ = false;
   bool closed_ = false;
+  bool broken_ = false;
   uint64_t round_ = 0;
   uint64_t step_ = 0;
   uint64_t blocked_ns_ = 0;

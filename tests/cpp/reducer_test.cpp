@@ -1,0 +1,320 @@
+// Plan, flush records and the reducer's state machine, ranks as threads.
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "reducer/reducer.h"
+#include "sessions.h"
+
+namespace hvd::test {
+namespace {
+
+// One rank's reducer with the gradients of its parameters.
+struct Model {
+  Model(Session& session, const std::vector<uint64_t>& sizes, uint64_t bucket_bytes,
+        bool by_products = false) {
+    ReducerSettings settings;
+    settings.bucket_bytes = bucket_bytes;
+    settings.want_by_products = by_products;
+    auto communicator = open_communicator(session, {4096, 3});
+    auto channel = session.open_channel(*communicator, 30'000'000'000u, nullptr);
+    reducer = std::make_unique<Reducer>(communicator, std::move(channel), settings);
+    std::vector<Reducer::Parameter> parameters;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      parameters.push_back({"p" + std::to_string(i), sizes[i], DType::f32, 0});
+      gradients.emplace_back(sizes[i]);
+    }
+    reducer->add_parameters(parameters);
+  }
+
+  void fire(uint32_t index, float value) {
+    std::fill(gradients[index].begin(), gradients[index].end(), value);
+    reducer->take(index, gradients[index].data());
+  }
+
+  // What the Python side does at the end of a backward; what is missing counts as zero.
+  void flush(uint64_t step = 0) {
+    for (const uint32_t index : reducer->exchange({step, 0}, soon())) {
+      std::fill(gradients[index].begin(), gradients[index].end(), 0.0f);
+      reducer->provide(index, gradients[index].data());
+    }
+    reducer->complete(soon());
+  }
+
+  std::unique_ptr<Reducer> reducer;
+  std::vector<std::vector<float>> gradients;
+};
+
+const std::vector<uint64_t> kSizes{100, 3000, 1, 0, 700, 64};
+
+}  // namespace
+
+TEST(plan_keeps_order_type_group_and_size) {
+  const std::vector<PlanParameter> parameters{
+      {10, DType::f32, 0}, {10, DType::f64, 0}, {10, DType::f32, 1},
+      {10, DType::f32, 0}, {100, DType::f32, 0}, {1, DType::f32, 0}};
+  const auto buckets = plan_buckets({3, 0, 1, 2, 4, 5}, parameters, 80);
+  const std::vector<std::vector<uint32_t>> expected{{3, 0}, {1}, {2}, {4}, {5}};
+  CHECK(buckets == expected);
+}
+
+TEST(plan_properties_hold_for_random_models) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<PlanParameter> parameters;
+    std::vector<uint32_t> arrivals;
+    for (uint32_t i = 0; i < random() % 40; ++i) {
+      parameters.push_back({random() % 50, random() % 2 == 0 ? DType::f32 : DType::f16,
+                            static_cast<uint32_t>(random() % 3)});
+      arrivals.push_back(i);
+    }
+    std::shuffle(arrivals.begin(), arrivals.end(), random);
+    const uint64_t cap = 1 + random() % 200;
+    std::vector<int> seen(parameters.size(), 0);
+    for (const auto& bucket : plan_buckets(arrivals, parameters, cap)) {
+      CHECK(!bucket.empty());
+      uint64_t bytes = 0;
+      for (const uint32_t index : bucket) {
+        ++seen[index];
+        bytes += parameters[index].count * size_of(parameters[index].dtype);
+        CHECK(parameters[index].dtype == parameters[bucket[0]].dtype);
+        CHECK_EQ(parameters[index].group, parameters[bucket[0]].group);
+      }
+      CHECK(bytes <= cap || bucket.size() == 1 ||
+            bytes == parameters[bucket.back()].count * size_of(parameters[bucket[0]].dtype));
+    }
+    for (const int times : seen) CHECK_EQ(times, 1);
+  }
+}
+
+TEST(order_of_arrival_is_that_of_the_lowest_rank_that_saw_it) {
+  const std::vector<uint32_t> expected{4, 2, 7, 1};
+  CHECK(agree_on_order({{4, 2}, {2, 7, 4}, {}, {1, 7}}) == expected);
+}
+
+TEST(flush_records_survive_the_wire) {
+  FlushRecord record;
+  record.flags = FlushRecord::kMore;
+  record.round = 1ull << 40;
+  record.step = 12;
+  record.parameters = 11;
+  record.present = {true, false, true, true, false, false, false, true, true, false, true};
+  record.posted = {false, true, true};
+  record.arrivals = {3, 1, 2};
+  record.text = "what happened";
+  const std::string bytes = record.encode();
+  const FlushRecord copy = FlushRecord::decode(bytes);
+  CHECK_EQ(copy.round, record.round);
+  CHECK(copy.present == record.present && copy.posted == record.posted);
+  CHECK(copy.arrivals == record.arrivals);
+  CHECK_EQ(copy.text, record.text);
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    CHECK_THROWS(FlushRecord::decode(bytes.substr(0, length)), ErrorKind::mismatch);
+  }
+}
+
+TEST(gradients_become_means_step_after_step) {
+  for (const int ranks : {1, 2, 4}) {
+    for (const uint64_t cap : {64u, 5000u, 1000000u}) {
+      with_sessions(ranks, [&](Session& session) {
+        Model model(session, kSizes, cap);
+        for (uint64_t step = 0; step < 5; ++step) {
+          for (uint32_t i = 6; i-- > 0;) {
+            model.fire(i, static_cast<float>((session.rank() + 1) * (i + 1) + step));
+          }
+          model.flush(step);
+          for (uint32_t i = 0; i < 6; ++i) {
+            const float mean = 0.5f * static_cast<float>(ranks + 1) * static_cast<float>(i + 1) +
+                               static_cast<float>(step);
+            for (const float x : model.gradients[i]) CHECK(std::fabs(x - mean) <= 1e-5f * mean);
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(what_a_rank_lacks_counts_as_nothing) {
+  with_sessions(3, [](Session& session) {
+    Model model(session, kSizes, 5000);
+    for (uint64_t step = 0; step < 6; ++step) {
+      // Which parameters fire depends on rank and step; 5 never does before step 3.
+      const auto fires = [&](int rank, uint32_t i) {
+        return i == 5 ? step >= 3 : (static_cast<uint64_t>(rank) + i + step) % 3 != 0;
+      };
+      for (uint32_t i = 0; i < 6; ++i) {
+        if (fires(session.rank(), i)) model.fire(i, static_cast<float>(session.rank() + 1));
+      }
+      if (step < 3) model.gradients[5][0] = -1.0f;
+      model.flush(step);
+      if (step < 3) CHECK_EQ(model.gradients[5][0], -1.0f);  // unused by all: left alone
+      for (uint32_t i = 0; i < 6; ++i) {
+        float sum = 0;
+        for (int rank = 0; rank < 3; ++rank) {
+          if (fires(rank, i)) sum += static_cast<float>(rank + 1);
+        }
+        if (i == 5 && step < 3) continue;
+        for (const float x : model.gradients[i]) CHECK(std::fabs(x - sum / 3) <= 1e-6f);
+      }
+    }
+  });
+}
+
+TEST(buckets_leave_while_backward_goes_on) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {1000, 1000, 1000}, 4000);
+    model.reducer->events().enable(1000);
+    for (uint64_t step = 0; step < 2; ++step) {
+      model.fire(2, 1.0f);
+      if (step == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      model.fire(1, 1.0f);
+      model.fire(0, 1.0f);
+      model.flush(step);
+    }
+    uint64_t done = 0, fired = 0;
+    for (const Event& event : model.reducer->events().read()) {
+      if (event.step != 1) continue;
+      if (event.kind == EventKind::done && event.object == 0) done = event.time_ns;
+      if (event.kind == EventKind::fired && event.object == 0) fired = event.time_ns;
+    }
+    CHECK(done != 0 && fired != 0);
+    CHECK(done < fired);
+  });
+}
+
+TEST(extra_rounds_reduce_what_fired_twice) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {10, 20}, 1000000);
+    for (uint64_t step = 0; step < 3; ++step) {
+      model.fire(0, 1.0f);
+      model.fire(1, 2.0f);
+      // Only rank 1 has a second gradient.
+      const uint32_t flags = session.rank() == 1 ? +FlushRecord::kMore : 0u;
+      CHECK(model.reducer->exchange({step, flags}, soon()).empty());
+      CHECK(model.reducer->extra_round_needed());
+      model.reducer->complete(soon());
+      std::vector<float> delta(20, session.rank() == 1 ? 8.0f : 0.0f);
+      if (session.rank() == 1) model.reducer->take(1, delta.data());
+      for (const uint32_t index :
+           model.reducer->exchange({step, FlushRecord::kExtra}, soon())) {
+        CHECK_EQ(index, 1u);
+        model.reducer->provide(index, delta.data());
+      }
+      model.reducer->complete(soon());
+      CHECK(!model.reducer->extra_round_needed());
+      CHECK_EQ(delta[19], 4.0f);
+      CHECK_EQ(model.gradients[1][19], 2.0f);
+    }
+  });
+}
+
+TEST(a_failed_backward_is_an_error_on_the_others_and_the_next_works) {
+  with_sessions(3, [](Session& session) {
+    Model model(session, kSizes, 400);
+    const auto good_step = [&](uint64_t step) {
+      for (uint32_t i = 0; i < 6; ++i) model.fire(i, static_cast<float>(session.rank()));
+      model.flush(step);
+      CHECK(std::fabs(model.gradients[1][2999] - 1.0f) < 1e-6f);
+    };
+    good_step(0);
+    for (int failures = 0; failures < 3; ++failures) {
+      for (uint32_t i = 0; i < 6; ++i) {
+        if (session.rank() == 1 && i == 3) break;
+        model.fire(i, 5.0f);
+      }
+      if (session.rank() == 1) {
+        model.reducer->fail("out of memory");
+        CHECK(model.reducer->must_recover());
+        model.reducer->recover(soon());
+        CHECK(!model.reducer->must_recover());
+      } else {
+        const std::string text =
+            CHECK_THROWS(model.reducer->exchange({1, 0}, soon()), ErrorKind::rank_failed).what();
+        CHECK(text.find("rank 1: out of memory") != std::string::npos);
+      }
+    }
+    good_step(1);
+  });
+}
+
+TEST(ranks_in_different_steps_are_told_so) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {10}, 400);
+    model.fire(0, 1.0f);
+    model.flush(0);
+    model.fire(0, 1.0f);
+    const auto step = static_cast<uint64_t>(session.rank() + 1);
+    const std::string text =
+        CHECK_THROWS(model.reducer->exchange({step, 0}, soon()), ErrorKind::mismatch).what();
+    CHECK(text.find("optimizer step 1") != std::string::npos);
+    CHECK(text.find("optimizer step 2") != std::string::npos);
+    model.fire(0, 3.0f);
+    model.flush(3);
+    CHECK_EQ(model.gradients[0][9], 3.0f);
+  });
+}
+
+TEST(norms_come_with_the_reduction) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {10, 5000, 7}, 1000000, true);
+    for (uint64_t step = 0; step < 2; ++step) {
+      model.fire(0, 1.0f);
+      model.fire(1, session.rank() == 0 ? 1.0f : 3.0f);
+      model.flush(step);
+      CHECK_EQ(model.reducer->by_products(0)->sum_of_squares, 10.0);
+      CHECK_EQ(model.reducer->by_products(1)->sum_of_squares, 20000.0);
+      CHECK(model.reducer->by_products(1)->finite);
+      CHECK(model.reducer->by_products(2) == nullptr);
+    }
+  });
+}
+
+TEST(several_reducers_at_once) {
+  with_sessions(2, [](Session& session) {
+    Model first(session, kSizes, 400), second(session, {50, 60}, 400);
+    for (uint64_t step = 0; step < 10; ++step) {
+      // The backwards of the two interleave.
+      for (uint32_t i = 0; i < 3; ++i) first.fire(i, static_cast<float>(session.rank()));
+      for (uint32_t i = 0; i < 2; ++i) second.fire(i, static_cast<float>(2 * session.rank()));
+      for (uint32_t i = 3; i < 6; ++i) first.fire(i, static_cast<float>(session.rank()));
+      second.flush(step);
+      first.flush(step);
+      CHECK_EQ(first.gradients[4][0], 0.5f);
+      CHECK_EQ(second.gradients[1][0], 1.0f);
+    }
+  });
+}
+
+TEST(new_parameters_join_later) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {10}, 400);
+    model.fire(0, 1.0f);
+    model.flush(0);
+    model.reducer->add_parameters({{"later", 30, DType::f32, 0}});
+    model.gradients.emplace_back(30);
+    model.fire(0, 1.0f);
+    model.fire(1, static_cast<float>(session.rank()));
+    model.flush(1);
+    CHECK_EQ(model.gradients[1][29], 0.5f);
+    if (session.rank() == 0) model.reducer->add_parameters({{"only here", 3, DType::f32, 0}});
+    CHECK_THROWS(model.reducer->exchange({2, 0}, soon()), ErrorKind::mismatch);
+  });
+}
+
+// A rank that dies in the middle is a failure that ends the others' wait; no gradient is touched
+// after that.
+TEST(a_rank_that_leaves_ends_the_flush) {
+  with_sessions(3, [](Session& session) {
+    Model model(session, kSizes, 400);
+    for (uint32_t i = 0; i < 6; ++i) model.fire(i, 1.0f);
+    model.flush(0);
+    for (uint32_t i = 0; i < 6; ++i) model.fire(i, 1.0f);
+    if (session.rank() == 2) return;
+    CHECK_THROWS(model.flush(1), ErrorKind::rank_failed);
+    CHECK_THROWS(model.flush(2), ErrorKind::rank_failed);
+  });
+}
+
+}  // namespace hvd::test

@@ -1,4 +1,4 @@
-# make setup   a virtual environment in .venv with torch, Lightning and this package (built in place)
+# make setup   an environment in .venv with torch, Lightning and this package (built in place)
 # make demo    trains a small network on two processes
 # make test    C++ tests (plain, ThreadSanitizer, AddressSanitizer), then the Python tests
 # make bench   measures against Gloo, DDP and, where installed, MPICH
@@ -27,7 +27,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 endif
 BUILT := $(STAMPS)/.hvd-built
 
-BUILD_REQUIRES = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | sed 's/", "/" "/g')
+BUILD_REQUIRES = $(shell sed -n \
+  '/^requires = / { s/.*\[//; s/\].*//; s/", "/" "/g; p }' pyproject.toml)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Quick ones first. One pytest run, so that its last line speaks for all of them.
 TEST_FOLDERS = $(wildcard tests/unit tests/multi tests/launch tests/faults tests/acceptance)
@@ -43,7 +44,8 @@ setup: $(BUILT)
 # A torch that $(PYTHON) has, in an environment or in the system, is put on the path of ours.
 $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
-	@folder=$$($(PYTHON) -c 'import os, torch; print(os.path.dirname(torch.__path__[0]))' 2>/dev/null); \
+	@folder=$$($(PYTHON) -c 'import os, torch; print(os.path.dirname(torch.__path__[0]))' \
+	  2>/dev/null); \
 	if [ -n "$$folder" ]; then \
 	  echo "reusing the torch in $$folder"; \
 	  echo "$$folder" > $$(echo $(VENV)/lib/python3.*/site-packages)/reused_torch.pth; \
@@ -51,7 +53,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.hvd-tools: | $(VENV)/bin/python
 	@$(PY) -c 'import torch' 2>/dev/null || { \
-	  echo "Installing torch. Where the package index gives the large CUDA build, the CPU build is got by"; \
+	  echo "Installing torch. Where the index gives the large CUDA build, get the CPU build by"; \
 	  echo "  make setup TORCH='$(TORCH) --index-url https://download.pytorch.org/whl/cpu'"; \
 	  $(PY) -m pip install $(TORCH); \
 	}
@@ -93,5 +95,5 @@ lint: $(BUILT)
 
 clean:
 	rm -rf build dist CMakeFiles .cmake CMakeCache.txt CMakeInit.txt cmake_install.cmake build.ninja \
-	  .ninja_deps .ninja_log .skbuild-info.json compile_commands.json install_manifest.txt \
+	  .ninja_deps .ninja_log .skbuild-info.json compile_commands.json install_manifest.txt cpp_tests \
 	  hvd_strategy/_core*.so hvd_strategy/_core.pyi $(BUILT)

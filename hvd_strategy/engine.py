@@ -295,6 +295,7 @@ class GradientReducer:
     def _backward_failed(self) -> None:
         """The callback was destroyed uncalled: an exception ended the backward."""
         if self.active and self._core.begun:
+            self._flushes += 1  # the others count this round, too
             self._core.fail("an exception inside backward; see the output of that rank")
 
     def _flush(self, flags: int = 0) -> None:

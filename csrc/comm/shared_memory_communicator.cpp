@@ -95,9 +95,9 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::shared_ptr<HostControlPl
 
 SharedMemoryCommunicator::~SharedMemoryCommunicator() { close(); }
 
-void SharedMemoryCommunicator::check_open() {
+void SharedMemoryCommunicator::check_open() const {
   control_->check_usable();
-  if (!closed_) return;
+  if (!closed_.load(std::memory_order_acquire)) return;
   throw Error(ErrorKind::rank_failed, closed_because_);
 }
 
@@ -207,7 +207,7 @@ void SharedMemoryCommunicator::absorb() {
   std::vector<std::pair<uint32_t, std::shared_ptr<Work>>> taken;
   {
     std::lock_guard<std::mutex> lock(schedule_mutex_);
-    if (closed_) return;
+    if (closed_.load(std::memory_order_relaxed)) return;
     read_log();
     taken.swap(scheduled_);
     has_scheduled_.store(false, std::memory_order_relaxed);
@@ -321,6 +321,12 @@ SharedMemoryCommunicator::Range SharedMemoryCommunicator::slice(Range chunk, int
 }
 
 Step SharedMemoryCommunicator::drive() {
+  // Who waits for work that was dropped would wait for ever.
+  check_open();
+  return try_drive();
+}
+
+Step SharedMemoryCommunicator::try_drive() {
   std::unique_lock<std::mutex> lock(drive_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return Step::elsewhere;
   return drive_locked();
@@ -596,20 +602,23 @@ void SharedMemoryCommunicator::abandon() {
   if (generation_ != fork_generation()) return;
   std::lock_guard<std::mutex> drive_lock(drive_mutex_);
   std::lock_guard<std::mutex> lock(schedule_mutex_);
-  if (!closed_) {
-    closed_ = true;
-    const Failure* failure = control_->failure();
-    closed_because_ = "rank " + std::to_string(control_->rank()) +
-                      " cannot communicate any more: " +
-                      (failure != nullptr ? failure->text
-                                          : std::string("a collective was broken off")) +
-                      "; end this process, or close the session and open a new one";
-  }
+  const Failure* failure = control_->failure();
+  mark_closed("rank " + std::to_string(control_->rank()) + " cannot communicate any more: " +
+              (failure != nullptr ? failure->text
+                                  : std::string("a collective was broken off")) +
+              "; end this process, or close the session and open a new one");
   active_.clear();
   scheduled_.clear();
   for (auto& work : pending_) work = nullptr;
   has_scheduled_.store(false, std::memory_order_relaxed);
   outstanding_.store(0, std::memory_order_relaxed);
+}
+
+// With schedule_mutex_. The first reason stands.
+void SharedMemoryCommunicator::mark_closed(const std::string& why) {
+  if (closed_.load(std::memory_order_relaxed)) return;
+  closed_because_ = why;
+  closed_.store(true, std::memory_order_release);
 }
 
 void SharedMemoryCommunicator::close() {
@@ -619,10 +628,7 @@ void SharedMemoryCommunicator::close() {
   }
   {
     std::lock_guard<std::mutex> lock(schedule_mutex_);
-    if (!closed_) {
-      closed_ = true;
-      closed_because_ = "this communicator has been closed";
-    }
+    mark_closed("this communicator has been closed");
   }
   abandon();
   {
@@ -675,14 +681,14 @@ void SharedMemoryCommunicator::thread_main() {
       }
       if (stop_) return;
     }
-    if (drive() == Step::progressed) {
+    if (try_drive() == Step::progressed) {
       blocked_since = 0;
       continue;
     }
     if (blocked_since == 0) blocked_since = now_ns();
     if (now_ns() - blocked_since < kThreadSpinNs) continue;
     Bells::Sleep sleep(control_->bells());
-    if (!stop_.load() && drive() != Step::progressed) sleep.wait(100'000'000u);
+    if (!stop_.load() && try_drive() != Step::progressed) sleep.wait(100'000'000u);
     blocked_since = 0;
   }
 }

@@ -15,8 +15,8 @@
 namespace hvd {
 
 struct StagingSettings {
-  uint64_t slot_bytes = 256 << 10;  // of one chunk; sized to the second-level cache
-  uint32_t slots = 16;              // how many chunks a rank may be ahead of the slowest
+  uint64_t slot_bytes = 512 << 10;  // of one chunk; two fit a second-level cache of 1 MB
+  uint32_t slots = 8;               // how many chunks a rank may be ahead of the slowest
 };
 
 // Collectives of ranks that share a host, through a ring of staging slots.
@@ -90,6 +90,7 @@ class SharedMemoryCommunicator final : public Communicator {
   std::unique_ptr<Error> check_agreement(uint32_t slot, const Work& work) const;
   void finish_front();
 
+  Step try_drive();
   Step drive_locked();
   bool try_copy_in();
   bool try_reduce();
@@ -104,7 +105,8 @@ class SharedMemoryCommunicator final : public Communicator {
   Range chunk_range(const Active& active, uint64_t local) const;
   Range slice(Range chunk, int owner) const;
 
-  void check_open();
+  void check_open() const;
+  void mark_closed(const std::string& why);
   void wake_thread();
   void thread_main();
 
@@ -123,8 +125,8 @@ class SharedMemoryCommunicator final : public Communicator {
   std::vector<std::pair<uint32_t, std::shared_ptr<Work>>> scheduled_;
   std::atomic<uint64_t> log_position_{0};
   std::atomic<bool> has_scheduled_{false};
-  bool closed_ = false;
-  std::string closed_because_;
+  std::atomic<bool> closed_{false};
+  std::string closed_because_;  // written once, before closed_
 
   // The pipeline. Held by whoever drives, for one chunk at a time.
   std::mutex drive_mutex_;

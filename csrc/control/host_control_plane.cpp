@@ -350,7 +350,17 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       }
       sleep.wait(kNapNs);
     }
-    if (settings.interrupt != nullptr && *settings.interrupt) (*settings.interrupt)();
+    if (settings.interrupt != nullptr && *settings.interrupt) {
+      try {
+        (*settings.interrupt)();
+      } catch (...) {
+        // This rank gives up in the middle of something that the others wait for.
+        post_failure(ErrorKind::rank_failed,
+                     "rank " + std::to_string(rank_) + " was interrupted while it waited for " +
+                         (settings.describe ? settings.describe() : "the other ranks"));
+        throw;
+      }
+    }
     check_limits(settings, started, last_progress, &next_warning);
   }
 }

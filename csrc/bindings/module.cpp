@@ -57,8 +57,8 @@ void translate(const std::exception_ptr& pointer, void*) {
       PyErr_SetString(PyExc_ValueError, error.what());
       return;
     }
-    const nb::object type = nb::module_::import_("hvd_strategy.errors").attr(
-        class_name(error.kind()));
+    const nb::object type =
+        nb::module_::import_("hvd_strategy.errors").attr(class_name(error.kind()));
     PyErr_SetString(type.ptr(), error.what());
   }
 }

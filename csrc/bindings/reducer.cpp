@@ -72,8 +72,8 @@ struct HookState {
                              // core cannot take as it is; returns one that it can, or raises
   bool local = false;        // no_sync: gradients stay where they are
   bool closed = false;
-  bool begun = false;        // on_first was called in this backward
-  std::vector<bool> dirty;   // has a gradient that was not reduced
+  bool begun = false;       // on_first was called in this backward
+  std::vector<bool> dirty;  // has a gradient that was not reduced
   std::vector<bool> held;
 
   struct Taken {
@@ -128,8 +128,7 @@ struct HookState {
   }
 
   uintptr_t pointer_of(const nb::object& gradient) const {
-    return static_cast<uintptr_t>(
-        PyLong_AsUnsignedLongLong(call(gradient, names.data_ptr).ptr()));
+    return static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(call(gradient, names.data_ptr).ptr()));
   }
 
   void on_gradient(uint32_t index, nb::handle parameter) {
@@ -185,10 +184,9 @@ class PyReducer {
     settings.want_by_products = by_products;
     settings.timeout_ns = nanoseconds(timeout);
     nb::gil_scoped_release release;
-    auto communicator = session->open_communicator(ranks, StagingSettings{},
-                                                   settings.timeout_ns, &python_interrupt());
-    auto channel =
-        session->open_channel(*communicator, settings.timeout_ns, &python_interrupt());
+    auto communicator = session->open_communicator(ranks, StagingSettings{}, settings.timeout_ns,
+                                                   &python_interrupt());
+    auto channel = session->open_channel(*communicator, settings.timeout_ns, &python_interrupt());
     state_->reducer =
         std::make_unique<Reducer>(std::move(communicator), std::move(channel), settings);
     state_->keep_session = std::move(session);
@@ -205,8 +203,8 @@ class PyReducer {
                      uint32_t group, nb::object torch_dtype, size_t nbytes, nb::object strides) {
     DType type{};
     if (!parse_dtype(dtype.c_str(), &type)) {
-      throw Error(ErrorKind::bad_argument, "parameter '" + name + "' has dtype " + dtype +
-                                               ", which cannot be reduced");
+      throw Error(ErrorKind::bad_argument,
+                  "parameter '" + name + "' has dtype " + dtype + ", which cannot be reduced");
     }
     state_->reducer->add_parameters({{name, count, type, group}});
     state_->expected.push_back({std::move(torch_dtype), nbytes, std::move(strides), name});
@@ -241,9 +239,8 @@ class PyReducer {
 
   std::vector<uint32_t> exchange(uint64_t step, uint32_t flags) {
     if (!state_->again.empty()) flags |= FlushRecord::kMore;
-    return guarded([&](const Wait& wait) {
-      return state_->reducer->exchange({step, flags}, wait);
-    });
+    return guarded(
+        [&](const Wait& wait) { return state_->reducer->exchange({step, flags}, wait); });
   }
 
   // Reduces and gives the gradients back. True when an extra round has to follow.
@@ -323,12 +320,12 @@ class PyReducer {
   void record_events(size_t capacity) { state_->reducer->events().enable(capacity); }
 
   nb::list events() const {
-    static const char* const kinds[] = {"fired",   "posted", "started",
-                                        "done", "flush_begin", "flush_end"};
+    static const char* const kinds[] = {"fired", "posted",      "started",
+                                        "done",  "flush_begin", "flush_end"};
     nb::list result;
     for (const Event& event : state_->reducer->events().read()) {
-      result.append(nb::make_tuple(kinds[static_cast<size_t>(event.kind)], event.object,
-                                   event.step, static_cast<double>(event.time_ns) * 1e-9));
+      result.append(nb::make_tuple(kinds[static_cast<size_t>(event.kind)], event.object, event.step,
+                                   static_cast<double>(event.time_ns) * 1e-9));
     }
     return result;
   }
@@ -373,8 +370,8 @@ void bind_reducer(nb::module_& module) {
   module.attr("FLUSH_AT_GATE") = static_cast<uint32_t>(FlushRecord::kAtGate);
   nb::class_<PyReducer>(module, "Reducer", "Core of hvd_strategy.engine.GradientReducer.")
       .def(nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double>(),
-           nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"),
-           nb::arg("by_products"), nb::arg("timeout"))
+           nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
+           nb::arg("timeout"))
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
            nb::arg("on_mismatched"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),

@@ -165,9 +165,7 @@ void bind_session(nb::module_& module) {
       .def(
           "broadcast",
           [](Communicator& communicator, uintptr_t pointer, uint64_t bytes, int root,
-             double timeout) {
-            broadcast_many(communicator, {pointer}, {bytes}, root, timeout);
-          },
+             double timeout) { broadcast_many(communicator, {pointer}, {bytes}, root, timeout); },
           nb::arg("pointer"), nb::arg("nbytes"), nb::arg("root") = 0, nb::arg("timeout") = 1800.0)
       .def("broadcast_many", &broadcast_many, nb::arg("pointers"), nb::arg("nbytes"),
            nb::arg("root") = 0, nb::arg("timeout") = 1800.0)
@@ -180,10 +178,10 @@ void bind_session(nb::module_& module) {
       .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Session>(module, "Session", "Connections of one rank to all others of its host.")
-      .def(nb::new_(&open_session), nb::arg("rank"), nb::arg("size"),
-           nb::arg("listener").none(), nb::arg("peer_names"), nb::arg("token"), nb::kw_only(),
-           nb::arg("connect_timeout"), nb::arg("stall_warning"), nb::arg("first_stall_warning"),
-           nb::arg("stall_abort"), nb::arg("abort_grace"))
+      .def(nb::new_(&open_session), nb::arg("rank"), nb::arg("size"), nb::arg("listener").none(),
+           nb::arg("peer_names"), nb::arg("token"), nb::kw_only(), nb::arg("connect_timeout"),
+           nb::arg("stall_warning"), nb::arg("first_stall_warning"), nb::arg("stall_abort"),
+           nb::arg("abort_grace"))
       .def_prop_ro("rank", &Session::rank)
       .def_prop_ro("size", &Session::size)
       .def_prop_ro("closed", &Session::closed)
@@ -223,8 +221,9 @@ void bind_session(nb::module_& module) {
           "request_stop",
           [](Session& session, uint32_t value) { session.control().request_stop(value); },
           nb::arg("value") = 1, "Sets this rank's request to end in good order.")
-      .def("stop_requested", [](Session& session) { return session.control().stop_requested(); },
-           "The largest request of any rank; 0 = none.")
+      .def(
+          "stop_requested", [](Session& session) { return session.control().stop_requested(); },
+          "The largest request of any rank; 0 = none.")
       .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

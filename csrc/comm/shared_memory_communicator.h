@@ -61,13 +61,13 @@ class SharedMemoryCommunicator final : public Communicator {
   struct Active {
     std::shared_ptr<Work> work;
     uint32_t slot;
-    bool redundant = false;      // small: everybody reduces everything
+    bool redundant = false;  // small: everybody reduces everything
     uint64_t chunk_elements = 0;
-    uint64_t data_chunks = 0;    // then chunks that carry the by-products
+    uint64_t data_chunks = 0;  // then chunks that carry the by-products
     uint64_t chunks = 0;
     double post = 1.0;
     ReduceKernel kernel = nullptr;
-    std::vector<double> pre;     // by rank
+    std::vector<double> pre;          // by rank
     std::vector<ByProducts> partial;  // of the slices this rank owns
   };
   // A stage of the pipeline: which chunk it will do next.

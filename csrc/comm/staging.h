@@ -10,7 +10,7 @@ namespace hvd {
 // What lies in the shared memory of a shared-memory communicator. All zero is the initial state,
 // so memory fresh from the kernel needs no set-up.
 
-constexpr uint32_t kInOrderSlots = 32;   // collectives that are called in order use these in turn
+constexpr uint32_t kInOrderSlots = 32;  // collectives that are called in order use these in turn
 constexpr uint32_t kAllSlots = Communicator::kSlots + kInOrderSlots;
 constexpr uint64_t kLogEntries = 2048;
 // An entry of the log may be overwritten once every rank has read it. A rank that has not read
@@ -25,8 +25,8 @@ constexpr uint32_t kMostRingSlots = kInOrderSlots - 1;
 // rank with release after the memory it speaks of, and read by the others with acquire; each has
 // a cache line of its own because they are polled at different times.
 struct Progress {
-  alignas(64) std::atomic<uint64_t> copied_in{0};  // the rank's share lies in its staging slot
-  alignas(64) std::atomic<uint64_t> reduced{0};    // its slice of the result lies there as well
+  alignas(64) std::atomic<uint64_t> copied_in{0};   // the rank's share lies in its staging slot
+  alignas(64) std::atomic<uint64_t> reduced{0};     // its slice of the result lies there as well
   alignas(64) std::atomic<uint64_t> copied_out{0};  // it reads no slot of that chunk any more
 };
 
@@ -58,9 +58,10 @@ class Staging {
     return reinterpret_cast<std::atomic<uint64_t>*>(base_ + log_offset(ranks_))[k % kLogEntries];
   }
   PostRecord& record(uint32_t slot, int rank) const {
-    return reinterpret_cast<PostRecord*>(base_ + records_offset(ranks_))
-        [static_cast<uint64_t>(slot) * static_cast<uint64_t>(ranks_) +
-         static_cast<uint64_t>(rank)];
+    return reinterpret_cast<PostRecord*>(
+        base_ +
+        records_offset(ranks_))[static_cast<uint64_t>(slot) * static_cast<uint64_t>(ranks_) +
+                                static_cast<uint64_t>(rank)];
   }
   char* slot(int rank, uint64_t chunk) const {
     return base_ + ring_offset(ranks_) +

@@ -66,8 +66,8 @@ class ControlPlane {
 
   // Collective over `members` (session ranks, ascending): a channel that only they use. `id`
   // tells channels of the same members apart; the members have to agree on it.
-  virtual std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members,
-                                                      uint64_t id, uint64_t timeout_ns,
+  virtual std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members, uint64_t id,
+                                                      uint64_t timeout_ns,
                                                       const std::function<void()>* interrupt) = 0;
 
   // The first failure of all ranks, or null. Cheap enough for a loop.

@@ -106,8 +106,8 @@ Listener::Listener() : descriptor_(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0
   if (!descriptor_ ||
       bind(descriptor_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
       listen(descriptor_.get(), 1024) != 0) {
-    throw Error(ErrorKind::error, std::string("cannot listen on an abstract unix socket: ") +
-                                      strerror(errno));
+    throw Error(ErrorKind::error,
+                std::string("cannot listen on an abstract unix socket: ") + strerror(errno));
   }
 }
 
@@ -127,8 +127,8 @@ Mesh connect_mesh(int rank, const Listener* listener, const std::vector<std::str
     socklen_t length = 0;
     const sockaddr_un address = abstract_address(names[peer], &length);
     if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-      throw Error(ErrorKind::rank_failed, "rank " + std::to_string(rank) +
-                                              " cannot reach rank " + std::to_string(peer) +
+      throw Error(ErrorKind::rank_failed, "rank " + std::to_string(rank) + " cannot reach rank " +
+                                              std::to_string(peer) +
                                               " on this host: " + strerror(errno));
     }
     pid_t pid = 0;

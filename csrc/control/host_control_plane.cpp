@@ -101,9 +101,8 @@ void HostControlPlane::check_usable() const {
                   "parent, or start processes of their own (spawn)");
 }
 
-std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& members,
-                                                      uint64_t key, size_t bytes,
-                                                      uint64_t timeout_ns,
+std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& members, uint64_t key,
+                                                      size_t bytes, uint64_t timeout_ns,
                                                       const Interrupt* interrupt) {
   const uint64_t deadline = now_ns() + timeout_ns;
   const int maker = members.front();
@@ -258,8 +257,8 @@ int HostControlPlane::first_left(const std::vector<int>& ranks) const {
   return -1;
 }
 
-void HostControlPlane::check_limits(const Wait& settings, uint64_t started,
-                                    uint64_t last_progress, uint64_t* next_warning) {
+void HostControlPlane::check_limits(const Wait& settings, uint64_t started, uint64_t last_progress,
+                                    uint64_t* next_warning) {
   const uint64_t now = now_ns();
   const auto give_up = [&](ErrorKind kind, const std::string& reason) {
     const std::string what = settings.describe ? settings.describe() : "the other ranks";

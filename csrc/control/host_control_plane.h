@@ -86,7 +86,7 @@ class HostControlPlane final : public ControlPlane {
   bool may_spin_;
 
   std::mutex failure_mutex_;
-  std::unique_ptr<Failure> failure_;        // cached copy of the page's, guarded
+  std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded
   std::atomic<bool> failure_cached_{false};
   std::atomic<uint64_t> failed_at_{0};
   std::atomic<bool> failure_raised_{false};  // some call of this process has thrown it

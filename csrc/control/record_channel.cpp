@@ -21,8 +21,8 @@ class PageChannel final : public RecordChannel {
   PageChannel(HostControlPlane& control, std::vector<int> members,
               std::unique_ptr<SharedMemory> memory)
       : control_(control), members_(std::move(members)), memory_(std::move(memory)) {
-    own_ = static_cast<size_t>(
-        std::find(members_.begin(), members_.end(), control_.rank()) - members_.begin());
+    own_ = static_cast<size_t>(std::find(members_.begin(), members_.end(), control_.rank()) -
+                               members_.begin());
     records_.resize(members_.size());
   }
 
@@ -106,7 +106,8 @@ std::unique_ptr<RecordChannel> open_page_channel(HostControlPlane& control,
                                                  uint64_t timeout_ns, const Interrupt* interrupt) {
   // The top bit keeps the keys of channels apart from those of communicators.
   const uint64_t key = id | (uint64_t{1} << 63);
-  auto memory = control.share(members, key, sizeof(Fragment) * 2 * members.size(), timeout_ns, interrupt);
+  auto memory =
+      control.share(members, key, sizeof(Fragment) * 2 * members.size(), timeout_ns, interrupt);
   return std::make_unique<PageChannel>(control, members, std::move(memory));
 }
 

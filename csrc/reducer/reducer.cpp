@@ -19,8 +19,8 @@ std::string join(const std::vector<std::string>& parts) {
 
 }  // namespace
 
-Reducer::Reducer(std::shared_ptr<Communicator> communicator,
-                 std::unique_ptr<RecordChannel> channel, const ReducerSettings& settings)
+Reducer::Reducer(std::shared_ptr<Communicator> communicator, std::unique_ptr<RecordChannel> channel,
+                 const ReducerSettings& settings)
     : communicator_(std::move(communicator)), channel_(std::move(channel)), settings_(settings) {
   communicator_->on_started = [this](uint32_t slot, const Work& work) {
     events_.write(EventKind::started, slot, work.step);
@@ -81,8 +81,7 @@ Reducer::Bucket Reducer::make_bucket(std::vector<uint32_t> parameters,
     if (names.size() < 3) names.push_back(parameter.name);
   }
   if (parameters.size() > names.size()) names.push_back("...");
-  bucket.layout =
-      std::make_shared<Layout>(parameters_[parameters.front()].parameter.dtype, counts);
+  bucket.layout = std::make_shared<Layout>(parameters_[parameters.front()].parameter.dtype, counts);
   bucket.name = title + " (" + join(names) + ")";
   bucket.parameters = std::move(parameters);
   return bucket;
@@ -166,12 +165,12 @@ void Reducer::check_usable() const {
   if (closed_) throw Error(ErrorKind::error, "this gradient reducer has been closed");
   if (!broken_) return;
   const Failure* failure = communicator_->control().failure();
-  throw Error(ErrorKind::rank_failed,
-              "rank " + std::to_string(communicator_->control().rank()) +
-                  " cannot reduce gradients any more: " +
-                  (failure != nullptr ? failure->text
-                                      : std::string("an earlier wait was broken off")) +
-                  "; end this process, or close the session and open a new one");
+  throw Error(
+      ErrorKind::rank_failed,
+      "rank " + std::to_string(communicator_->control().rank()) +
+          " cannot reduce gradients any more: " +
+          (failure != nullptr ? failure->text : std::string("an earlier wait was broken off")) +
+          "; end this process, or close the session and open a new one");
 }
 
 void Reducer::check_records(const FlushRecord& own) const {
@@ -204,8 +203,8 @@ void Reducer::check_records(const FlushRecord& own) const {
       throw Error(ErrorKind::mismatch,
                   own_name + " is in backward " + std::to_string(own.round) +
                       " after optimizer step " + std::to_string(own.step) + ", " + rank(member) +
-                      " in backward " + std::to_string(record.round) +
-                      " after optimizer step " + std::to_string(record.step) +
+                      " in backward " + std::to_string(record.round) + " after optimizer step " +
+                      std::to_string(record.step) +
                       "; all ranks must run the same number of backwards per step (a rank that "
                       "skips some should use no_sync on all)");
     }
@@ -272,9 +271,10 @@ void Reducer::complete(const Wait& wait) {
     for (auto& parameters : plan_buckets(order, plan_parameters_, cap)) {
       if (extra_buckets_.size() == kExtraSlots) {
         end_round();
-        throw Error(ErrorKind::error, "gradients that fire twice in one backward come in more "
-                                      "than " + std::to_string(kExtraSlots) +
-                                          " types and optimizers");
+        throw Error(ErrorKind::error,
+                    "gradients that fire twice in one backward come in more "
+                    "than " +
+                        std::to_string(kExtraSlots) + " types and optimizers");
       }
       extra_buckets_.push_back(make_bucket(
           std::move(parameters), "extra bucket " + std::to_string(extra_buckets_.size())));
@@ -285,14 +285,14 @@ void Reducer::complete(const Wait& wait) {
   } else {
     std::vector<std::vector<uint32_t>> arrivals;
     for (const FlushRecord& record : records_) arrivals.push_back(record.arrivals);
-    for (auto& parameters : plan_buckets(agree_on_order(arrivals), plan_parameters_,
-                                         settings_.bucket_bytes)) {
+    for (auto& parameters :
+         plan_buckets(agree_on_order(arrivals), plan_parameters_, settings_.bucket_bytes)) {
       const auto slot = static_cast<uint32_t>(buckets_.size());
       if (slot == kBucketSlots) {
         end_round();
-        throw Error(ErrorKind::bad_argument,
-                    "the gradients need more than " + std::to_string(kBucketSlots) +
-                        " buckets; raise bucket_cap_mb");
+        throw Error(ErrorKind::bad_argument, "the gradients need more than " +
+                                                 std::to_string(kBucketSlots) +
+                                                 " buckets; raise bucket_cap_mb");
       }
       for (size_t place = 0; place < parameters.size(); ++place) {
         State& state = parameters_[parameters[place]];

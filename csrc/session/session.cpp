@@ -12,8 +12,7 @@ Session::Session(int rank, const Listener* listener, const std::vector<std::stri
                 "a session takes a rank from 0 to size - 1 and a listener; got rank " +
                     std::to_string(rank) + " of " + std::to_string(size_));
   }
-  Mesh mesh =
-      connect_mesh(rank, listener, names, token, settings.connect_timeout_ns, interrupt);
+  Mesh mesh = connect_mesh(rank, listener, names, token, settings.connect_timeout_ns, interrupt);
   control_ = std::make_shared<HostControlPlane>(rank, size_, std::move(mesh), settings.control,
                                                 settings.connect_timeout_ns, interrupt);
 }

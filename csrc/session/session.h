@@ -41,8 +41,8 @@ class Session {
   std::shared_ptr<Communicator> open_communicator(const std::vector<int>& members,
                                                   const StagingSettings& settings,
                                                   uint64_t timeout_ns, const Interrupt* interrupt);
-  std::unique_ptr<RecordChannel> open_channel(const Communicator& communicator,
-                                              uint64_t timeout_ns, const Interrupt* interrupt);
+  std::unique_ptr<RecordChannel> open_channel(const Communicator& communicator, uint64_t timeout_ns,
+                                              const Interrupt* interrupt);
   // Says goodbye to the other ranks and closes all communicators. Idempotent.
   void close();
   bool closed() const { return closed_.load(); }

@@ -281,8 +281,8 @@ TEST(mismatches_are_errors_everywhere_and_leave_the_engine_usable) {
     std::vector<float> data(11, 1.0f);
     auto work = reduce_work(DType::f32, {count}, {data.data()});
     work->name = "a sum of " + std::to_string(count);
-    const std::string text = CHECK_THROWS(communicator->run(work, soon()), ErrorKind::mismatch)
-                                 .what();
+    const std::string text =
+        CHECK_THROWS(communicator->run(work, soon()), ErrorKind::mismatch).what();
     CHECK(text.find("a sum of 10") != std::string::npos);
     CHECK(text.find("a sum of 11") != std::string::npos);
     auto barrier = std::make_shared<Work>();
@@ -334,9 +334,10 @@ TEST(deadline_names_who_is_missing) {
     std::vector<float> data(10, 1.0f);
     Wait wait;
     wait.timeout_ns = 200'000'000u;
-    const std::string text = CHECK_THROWS(
-        communicator->run(reduce_work(DType::f32, {10}, {data.data()}), wait),
-        ErrorKind::timeout).what();
+    const std::string text =
+        CHECK_THROWS(communicator->run(reduce_work(DType::f32, {10}, {data.data()}), wait),
+                     ErrorKind::timeout)
+            .what();
     CHECK(text.find("not been called by rank 1") != std::string::npos);
     // The ring may hold half of a reduction: nothing more goes through it.
     CHECK_THROWS(communicator->run(reduce_work(DType::f32, {10}, {data.data()}), soon()),
@@ -349,9 +350,10 @@ TEST(a_rank_that_leaves_is_an_error_for_who_waits) {
     auto communicator = open_communicator(session, tiny());
     if (session.rank() == 1) return;  // closes its session
     std::vector<float> data(10, 1.0f);
-    const std::string text = CHECK_THROWS(
-        communicator->run(reduce_work(DType::f32, {10}, {data.data()}), soon()),
-        ErrorKind::rank_failed).what();
+    const std::string text =
+        CHECK_THROWS(communicator->run(reduce_work(DType::f32, {10}, {data.data()}), soon()),
+                     ErrorKind::rank_failed)
+            .what();
     CHECK(text.find("rank 1 has left") != std::string::npos);
   });
 }
@@ -368,9 +370,10 @@ TEST(a_posted_error_ends_every_wait) {
       return;
     }
     std::vector<float> data(10, 1.0f);
-    const std::string text = CHECK_THROWS(
-        communicator->run(reduce_work(DType::f32, {10}, {data.data()}), soon()),
-        ErrorKind::rank_failed).what();
+    const std::string text =
+        CHECK_THROWS(communicator->run(reduce_work(DType::f32, {10}, {data.data()}), soon()),
+                     ErrorKind::rank_failed)
+            .what();
     CHECK(text.find("the disk is full") != std::string::npos);
   });
 }

@@ -1,11 +1,12 @@
 // Plan, flush records and the reducer's state machine, ranks as threads.
 
+#include "reducer/reducer.h"
+
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <thread>
 
-#include "reducer/reducer.h"
 #include "sessions.h"
 
 namespace hvd::test {
@@ -52,9 +53,9 @@ const std::vector<uint64_t> kSizes{100, 3000, 1, 0, 700, 64};
 }  // namespace
 
 TEST(plan_keeps_order_type_group_and_size) {
-  const std::vector<PlanParameter> parameters{
-      {10, DType::f32, 0}, {10, DType::f64, 0}, {10, DType::f32, 1},
-      {10, DType::f32, 0}, {100, DType::f32, 0}, {1, DType::f32, 0}};
+  const std::vector<PlanParameter> parameters{{10, DType::f32, 0},  {10, DType::f64, 0},
+                                              {10, DType::f32, 1},  {10, DType::f32, 0},
+                                              {100, DType::f32, 0}, {1, DType::f32, 0}};
   const auto buckets = plan_buckets({3, 0, 1, 2, 4, 5}, parameters, 80);
   const std::vector<std::vector<uint32_t>> expected{{3, 0}, {1}, {2}, {4}, {5}};
   CHECK(buckets == expected);
@@ -197,8 +198,7 @@ TEST(extra_rounds_reduce_what_fired_twice) {
       model.reducer->complete(soon());
       std::vector<float> delta(20, session.rank() == 1 ? 8.0f : 0.0f);
       if (session.rank() == 1) model.reducer->take(1, delta.data());
-      for (const uint32_t index :
-           model.reducer->exchange({step, FlushRecord::kExtra}, soon())) {
+      for (const uint32_t index : model.reducer->exchange({step, FlushRecord::kExtra}, soon())) {
         CHECK_EQ(index, 1u);
         model.reducer->provide(index, delta.data());
       }

@@ -7,7 +7,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
 
 #include "base/error.h"
 
@@ -35,20 +38,48 @@ std::unique_ptr<SharedMemory> SharedMemory::adopt(Descriptor descriptor, size_t 
   return std::unique_ptr<SharedMemory>(new SharedMemory(std::move(descriptor), bytes));
 }
 
-SharedMemory::SharedMemory(Descriptor descriptor, size_t bytes)
-    : descriptor_(std::move(descriptor)), bytes_(bytes), generation_(fork_generation()) {
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
-  if (address == MAP_FAILED) {
-    throw Error(ErrorKind::error, "cannot map " + std::to_string(bytes) +
-                                      " bytes of shared memory: " + std::strerror(errno));
+struct SharedMemory::Mapping {
+  Mapping(int descriptor, size_t bytes_) : bytes(bytes_), generation(fork_generation()) {
+    void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (address == MAP_FAILED) {
+      throw Error(ErrorKind::error, "cannot map " + std::to_string(bytes) +
+                                        " bytes of shared memory: " + std::strerror(errno));
+    }
+    data = static_cast<char*>(address);
+    madvise(address, bytes, MADV_DONTFORK);
   }
-  data_ = static_cast<char*>(address);
-  madvise(address, bytes, MADV_DONTFORK);
+  // In a forked child the range is not mapped, and may have been given to somebody else.
+  ~Mapping() {
+    if (generation == fork_generation()) munmap(data, bytes);
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  char* data = nullptr;
+  size_t bytes;
+  uint64_t generation;
+};
+
+SharedMemory::SharedMemory(Descriptor descriptor, size_t bytes)
+    : descriptor_(std::move(descriptor)) {
+  // The live mappings of this process, by the identity of their memory.
+  using Identity = std::tuple<uint64_t, dev_t, ino_t>;
+  static std::mutex mutex;
+  static auto& live = *new std::map<Identity, std::weak_ptr<Mapping>>;
+  struct stat status{};
+  fstat(descriptor_.get(), &status);
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto entry = live.begin(); entry != live.end();) {
+    entry = entry->second.expired() ? live.erase(entry) : std::next(entry);
+  }
+  auto& known = live[{fork_generation(), status.st_dev, status.st_ino}];
+  mapping_ = known.lock();
+  if (mapping_) return;
+  mapping_ = std::make_shared<Mapping>(descriptor_.get(), bytes);
+  known = mapping_;
 }
 
-SharedMemory::~SharedMemory() {
-  // In a forked child the range is not mapped, and may have been given to somebody else.
-  if (data_ != nullptr && generation_ == fork_generation()) munmap(data_, bytes_);
-}
+char* SharedMemory::data() const noexcept { return mapping_->data; }
+size_t SharedMemory::size() const noexcept { return mapping_->bytes; }
 
 }  // namespace hvd

@@ -16,23 +16,21 @@ class SharedMemory {
   static std::unique_ptr<SharedMemory> create(const char* name, size_t bytes);
   // Maps memory that another process made.
   static std::unique_ptr<SharedMemory> adopt(Descriptor descriptor, size_t bytes);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
 
-  char* data() const noexcept { return data_; }
-  size_t size() const noexcept { return bytes_; }
+  char* data() const noexcept;
+  size_t size() const noexcept;
   int descriptor() const noexcept { return descriptor_.get(); }
   // The mapping stays without it.
   void close_descriptor() noexcept { descriptor_.reset(); }
 
  private:
-  SharedMemory(Descriptor descriptor, size_t bytes);
+  // Ranks that are threads of one process share one mapping of a memory: nothing is mapped twice,
+  // and ThreadSanitizer, which knows memory by its address, sees all accesses to it.
+  struct Mapping;
+  explicit SharedMemory(Descriptor descriptor, size_t bytes);
 
   Descriptor descriptor_;
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
-  uint64_t generation_ = 0;
+  std::shared_ptr<Mapping> mapping_;
 };
 
 }  // namespace hvd

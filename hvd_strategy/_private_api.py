@@ -8,9 +8,11 @@ Imports happen inside the functions, so that importing this module imports nothi
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
@@ -49,3 +51,130 @@ def current_autograd_node() -> Any:
     import torch
 
     return torch._C._current_autograd_node()
+
+
+def storage_users() -> Callable[[int], int]:
+    """The function that counts the objects which refer to a storage, given its address (`_cdata`).
+
+    More than one tensor that refers to it means that its memory is shared.
+
+    torch._C._storage_Use_Count; tested with torch 2.13.
+    """
+    import torch
+
+    found: Callable[[int], int] = torch._C._storage_Use_Count
+    return found
+
+
+# ---- of torch, for modules
+
+
+def normalization_layers() -> type[Any]:
+    """Base class of all layers that keep running statistics (BatchNorm, InstanceNorm, ...).
+
+    torch.nn.modules.batchnorm._NormBase; tested with torch 2.13.
+    """
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return _NormBase
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """A number that grows whenever the tensor is written to in place.
+
+    torch.Tensor._version; tested with torch 2.13.
+    """
+    # Inference tensors have none; autograd's training cannot write to them either.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def names_ignored_by_ddp(module: Any) -> frozenset[str]:
+    """Parameters and buffers that the user told DistributedDataParallel to leave alone.
+
+    Module._ddp_params_and_buffers_to_ignore, set by DistributedDataParallel's
+    _set_params_and_buffers_to_ignore_for_model; tested with torch 2.13.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+# ---- of Lightning; all tested with lightning and pytorch-lightning 2.6.6
+
+# What `hvd_strategy.lightning.strategy` overrides or reads of DDPStrategy, as a subclass does.
+LIGHTNING_STRATEGY_NAMES = (
+    "_configure_launcher",
+    "_get_process_group_backend",
+    "_launcher",
+    "_layer_sync",
+    "_num_nodes",
+    "_optimizers",
+    "_parallel_devices",
+    "_process_group_backend",
+    "_setup_model",
+    "_start_method",
+)
+
+
+def lightning_is_interactive(fabric: str) -> bool:
+    """Whether Lightning takes this process for a notebook; `fabric` is the root of the package.
+
+    lightning.fabric.utilities.imports._IS_INTERACTIVE.
+    """
+    return bool(import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE)
+
+
+def lightning_launchers(pytorch: str) -> tuple[type[Any], type[Any]]:
+    """The launchers that run a script once per rank, and that use multiprocessing.
+
+    Overridden: _MultiProcessingLauncher._wrapping_function, what a worker runs. Read: _strategy.
+
+    lightning.pytorch.strategies.launchers._SubprocessScriptLauncher, _MultiProcessingLauncher.
+    """
+    launchers = import_module(f"{pytorch}.strategies.launchers")
+    return launchers._SubprocessScriptLauncher, launchers._MultiProcessingLauncher
+
+
+def lightning_tuner_exit(pytorch: str) -> type[BaseException]:
+    """The exception by which a tuner ends a run that went as planned.
+
+    lightning.pytorch.utilities.exceptions._TunerExitException.
+    """
+    exit_class: type[BaseException] = import_module(
+        f"{pytorch}.utilities.exceptions"
+    )._TunerExitException
+    return exit_class
+
+
+def lightning_sigterm_flag(trainer: Any) -> Any:
+    """The object whose `received_sigterm` ends the loops of the Trainer.
+
+    lightning.pytorch.Trainer._signal_connector.
+    """
+    return trainer._signal_connector
+
+
+def replace_lightning_sigterm(
+    trainer: Any, on_sigterm: Callable[[int, Any], None]
+) -> Callable[[], None]:
+    """Replaces the SIGTERM handler that the Trainer will register, and its flag at every batch.
+
+    On the instances; the function returned gives them their own back, any number of times. The
+    handler is registered after the strategy's setup.
+
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn;
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor, new
+    in 2.6: before, the loop looked at the flag of the own rank only.
+    """
+    replaced = []
+    for owner, name, replacement in (
+        (trainer._signal_connector, "_sigterm_notifier_fn", on_sigterm),
+        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None),
+    ):
+        if hasattr(owner, name):
+            vars(owner)[name] = replacement
+            replaced.append((owner, name))
+
+    def restore() -> None:
+        for owner, name in replaced:
+            vars(owner).pop(name, None)
+
+    return restore

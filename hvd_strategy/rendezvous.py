@@ -17,6 +17,7 @@ import atexit
 import multiprocessing.util
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from hvd_strategy import _private_api
 from hvd_strategy.errors import HvdError
 from hvd_strategy.host_meeting import LAUNCHERS, launch_identity, store_of_launcher
-from hvd_strategy.roll_call import Record, first_line, host_record, roll_call
+from hvd_strategy.roll_call import Patience, Record, first_line, host_record, roll_call
 from hvd_strategy.world import World, detect_world
 
 __all__ = ["default_group_store"]
@@ -195,7 +196,7 @@ def _open_store(
     if _process.store is not None and _process.store[0] == place:
         return _process.store[1]
     if address is not None:
-        store = _store_at(address, world, timeout)
+        store = _store_at(address, world, timeout, warn_after)
     else:
         store = store_of_launcher(world, launcher, timeout, warn_after)
     _process.store = (place, store)
@@ -218,24 +219,49 @@ def _address_from(environ: Mapping[str, str], world: World) -> tuple[str, int] |
     return host, int(port)
 
 
-def _store_at(address: tuple[str, int], world: World, timeout: timedelta) -> Store:
+def _store_at(
+    address: tuple[str, int], world: World, timeout: timedelta, warn_after: float
+) -> Store:
     host, port = address
-    url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    try:
-        # torch's own: it takes part in torchrun's agent store where that exists, and shares one
-        # server among all users of the same port in this process.
-        store: Store = next(rendezvous(url, world.rank, world.size, timeout=timeout))[0]
-    except DistError as error:
-        hint = (
-            "Another job uses this port: choose another MASTER_PORT"
-            if "EADDRINUSE" in str(error)
-            else "Check MASTER_ADDR and MASTER_PORT, and whether rank 0 is running"
-        )
-        raise HvdError(
-            f"Rank {world.rank} of {world.size} cannot open the store at {host}:{port} "
-            f"({first_line(error)}). {hint}."
-        ) from error
-    return store
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    opened: list[Store | Exception] = []
+
+    def open_store() -> None:
+        try:
+            # torch's own: it takes part in torchrun's agent store where that exists, and shares
+            # one server among all users of the same port in this process.
+            found = rendezvous(f"tcp://{place}", world.rank, world.size, timeout=timeout)
+            opened.append(next(found)[0])
+        except Exception as error:
+            opened.append(error)
+
+    # Rank 0 waits in there for all others, and they for rank 0, deaf to Ctrl-C: that is why
+    # another thread does it.
+    patience = Patience(
+        timeout.total_seconds() + 5,  # torch's own error says more
+        warn_after,
+        lambda: (
+            f"rank {world.rank}'s wait for the other ranks at {place} (MASTER_ADDR, MASTER_PORT)"
+        ),
+    )
+    thread = threading.Thread(target=open_store, name="hvd-rendezvous", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        patience.check()
+        thread.join(0.05)
+    [store] = opened
+    if not isinstance(store, Exception):
+        return store
+    if not isinstance(store, DistError):
+        raise store
+    if "EADDRINUSE" in str(store):
+        hint = "Another job uses this port: choose another MASTER_PORT"
+    else:
+        hint = "Check MASTER_ADDR and MASTER_PORT, and whether all ranks are running"
+    raise HvdError(
+        f"Rank {world.rank} of {world.size} cannot open the store at {place} "
+        f"({first_line(store)}). {hint}."
+    ) from store
 
 
 def _launcher_of(world: World) -> str:

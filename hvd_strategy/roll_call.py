@@ -45,8 +45,8 @@ class Patience:
         """Seconds until the deadline."""
         return self._start + self._seconds - time.monotonic()
 
-    def pause(self) -> None:
-        """Sleeps a moment; raises HvdTimeoutError once the deadline has passed."""
+    def check(self) -> None:
+        """Raises HvdTimeoutError once the deadline has passed; says when it takes long."""
         if self.remaining() <= 0:
             raise HvdTimeoutError(
                 f"{self._what()} did not end within {self._seconds:g} s. Look at what the missing "
@@ -56,6 +56,10 @@ class Patience:
         if 0 < self._warn_after <= waited:
             self._warn_after = 0
             print(f"hvd_strategy: {self._what()} takes {waited:.0f} s so far.", file=sys.stderr)
+
+    def pause(self) -> None:
+        """Checks, then sleeps a moment, a little longer each time."""
+        self.check()
         time.sleep(min(self._nap, max(self.remaining(), 0)))
         self._nap = min(self._nap * 1.5, 0.05)
 
@@ -112,12 +116,19 @@ def roll_call(
         if rank == 0:
             answer = _hear_all(store, size, check, timeout, warn_after, what)
             store.set("list", json.dumps(answer))
+            if "error" in answer:
+                _let_others_hear(store, size)
     if rank != 0:
         # Rank 0 tells who is missing at its deadline, which may be a little after ours.
         patience = Patience(
             timeout + 5, warn_after, lambda: f"{what}: rank {rank}'s wait for rank 0"
         )
-        answer = json.loads(_await_key(store, "list", patience))
+        with _store_at_work(what):
+            # Store.get would wait by itself, but deaf to Ctrl-C.
+            while not store.check(["list"]):
+                patience.pause()
+            answer = json.loads(store.get("list"))
+            store.add("heard", 1)
     if "error" in answer:
         raise (HvdTimeoutError if answer.get("timeout") else HvdError)(answer["error"])
     records: list[Record] = answer["records"]
@@ -141,7 +152,11 @@ def _hear_all(
     patience = Patience(timeout, warn_after, waiting_for)
     try:
         for rank in range(size):
-            records.append(json.loads(_await_key(store, f"rank/{rank}", patience)))
+            while not store.check([f"rank/{rank}"]):
+                if store.check(["error"]):
+                    return {"error": store.get("error").decode()}
+                patience.pause()
+            records.append(json.loads(store.get(f"rank/{rank}")))
             if "error" in records[-1]:
                 return {"error": f"{what} failed on rank {rank}: {records[-1]['error']}"}
     except HvdTimeoutError as error:
@@ -152,19 +167,12 @@ def _hear_all(
     return {"error": problem} if problem else {"records": records}
 
 
-def _await_key(store: Store, key: str, patience: Patience) -> bytes:
-    """Waits until a key is in the store, and returns its value.
-
-    Raises:
-        HvdTimeoutError: It is not there at the deadline.
-        RankFailedError: The store is gone.
-    """
-    with _store_at_work("the wait for another rank"):
-        # Store.get would wait by itself, but deaf to Ctrl-C.
-        while not store.check([key]):
-            patience.pause()
-        value: bytes = store.get(key)
-    return value
+def _let_others_hear(store: Store, size: int) -> None:
+    # Rank 0 usually ends by the error, and the store, which may be in its process, with it.
+    others = sum(store.check([f"rank/{rank}"]) for rank in range(1, size))
+    deadline = time.monotonic() + 2
+    while store.add("heard", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

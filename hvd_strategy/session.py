@@ -283,7 +283,7 @@ class Session:
         Not collective. The session is at its end afterwards. Does nothing once it is closed.
         """
         if not self.closed:
-            self.core.post_error(text)
+            self.core.post_error(f"rank {self.rank} failed: {text}")
 
     def close(self) -> None:
         """Ends the session. Idempotent; not collective, but ranks that still need us will fail.

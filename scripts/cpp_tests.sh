@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests: cpp_tests.sh [plain] [thread] [address]
 #
-# "thread" is ThreadSanitizer, "address" is AddressSanitizer with UndefinedBehaviorSanitizer. Needs no
-# Python. CPP_TESTS_TIMEOUT (seconds, 300) bounds each run.
+# "thread" is ThreadSanitizer, "address" is AddressSanitizer with UndefinedBehaviorSanitizer.
+# Needs no Python. CPP_TESTS_TIMEOUT (seconds, 300) bounds each run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

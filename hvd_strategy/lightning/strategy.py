@@ -1,0 +1,493 @@
+"""The Trainer's strategy: what Lightning calls, turned into calls of session and reducer.
+
+There is no wrapper around the model. Hooks on the parameters make `loss.backward()` leave averaged
+gradients, whoever calls it, so automatic and manual optimization, `manual_backward` and a plain
+`backward()` are the same thing here. What remains for the strategy is the life cycle (who the ranks
+are, when parameters and buffers are made equal, how a run ends) and Lightning's own collectives.
+
+The behaviour is all here; `build` derives `HvdStrategy` from it and from Lightning's `DDPStrategy`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from hvd_strategy._private_api import lightning_is_interactive, names_ignored_by_ddp
+from hvd_strategy.engine import GradientReducer
+from hvd_strategy.errors import HvdError
+from hvd_strategy.lightning import collectives
+from hvd_strategy.lightning.class_tree import ClassTree
+from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
+from hvd_strategy.lightning.graceful_stop import GracefulStop
+from hvd_strategy.lightning.launch import check_start_method, launcher_classes
+from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.options import resolve
+from hvd_strategy.session import Session, open_session
+from hvd_strategy.world import World
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_SESSION_OPTIONS = (
+    "timeout",
+    "stall_warning_seconds",
+    "stall_abort_seconds",
+    "abort_grace_seconds",
+    "process_group_backend",
+)
+
+_NOT_NEEDED = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+)
+
+
+class DataParallelStrategy(_Base):
+    """Synchronous data-parallel training of a LightningModule; see `HvdStrategy`."""
+
+    _tree: ClassTree
+    _cluster_environment: Any = None
+    _session: Session | None = None
+    _reducer: GradientReducer | None = None
+    _state: ModuleState | None = None
+    _stop: GracefulStop | None = None
+    # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
+    # checkpoint, they do without the other ranks.
+    _failed = False
+
+    def _take_options(
+        self, start_method: str, ddp_comm_hook: Any, not_needed: dict[str, Any], **options: Any
+    ) -> None:
+        """Checks the arguments that are not Lightning's own. Touches nothing else."""
+        if ddp_comm_hook is not None:
+            raise ValueError(
+                "ddp_comm_hook is not accepted: hooks of DistributedDataParallel work on its own "
+                "buckets. Compressed gradients will be the argument wire_dtype, which this version "
+                "does not have yet; leave ddp_comm_hook out."
+            )
+        self._wanted_start_method = check_start_method(start_method)
+        self._options = {name: resolve(name, value) for name, value in options.items()}
+        # A session that is open already keeps its options unless others are asked for.
+        self._session_options = {
+            name: value
+            for name, value in options.items()
+            if name in _SESSION_OPTIONS and value is not None
+        }
+        self._ignored_arguments = [name for name in _NOT_NEEDED if not_needed.get(name) is not None]
+
+    # ---- who the ranks are
+
+    @property
+    def cluster_environment(self) -> Any:
+        """What tells rank and world size; another than Lightning's choice where that is wrong."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: Any) -> None:
+        self._cluster_environment = launcher_environment(self._tree, environment)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this host's ranks."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        for device in devices or ():
+            if device.type != "cpu":
+                raise HvdError(
+                    f"This version of hvd-strategy trains on CPUs only, and the Trainer chose the "
+                    f"device {device}: its GPU path does not exist yet. Use "
+                    "Trainer(accelerator='cpu')."
+                )
+        self._parallel_devices = devices
+
+    @property
+    @override
+    def num_nodes(self) -> int:
+        """Number of hosts; 1 in this version."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise HvdError(
+                f"num_nodes={num_nodes} is not supported: this version of hvd-strategy trains on "
+                "the ranks of one host only. Use Trainer(num_nodes=1)."
+            )
+        self._num_nodes = num_nodes
+
+    @property
+    @override
+    def is_distributed(self) -> bool:
+        """True: without it no sampler is injected."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The share of the data set that is this rank's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """What averages the gradients; None outside of `fit`."""
+        return self._reducer
+
+    @property
+    def session(self) -> Session | None:
+        """The engine's session; None before the first `fit`, `validate`, `test` or `predict`."""
+        return self._session
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Tells rank and size to Lightning, after taking them from the launcher where it decides.
+
+        A launcher started a certain number of ranks, which `Trainer(devices=...)` cannot change:
+        each of them has one device.
+        """
+        super().set_world_ranks()
+        environment = self.cluster_environment
+        if environment is None or self.parallel_devices is None:
+            return
+        size = environment.world_size()
+        if size != len(self.parallel_devices):
+            if environment.node_rank() != 0:
+                raise HvdError(
+                    f"Rank {environment.global_rank()} of {size} runs on host number "
+                    f"{environment.node_rank()}: this version of hvd-strategy trains on the ranks "
+                    "of one host only."
+                )
+            if len(self.parallel_devices) > 1:
+                self._rank_zero("rank_zero_warn")(
+                    f"Trainer(devices={len(self.parallel_devices)}) is ignored: the launcher "
+                    f"started {size} ranks, one device each."
+                )
+            self.parallel_devices = [self.parallel_devices[0]] * size
+
+    @override
+    def _configure_launcher(self) -> None:
+        method = self._wanted_start_method
+        environment = self.cluster_environment
+        if method == "auto":
+            interactive = lightning_is_interactive(self._tree.fabric)
+            started = environment.creates_processes_externally
+            method = "fork" if interactive and not started else "popen"
+        if environment.creates_processes_externally and not isinstance(
+            environment, self._default_environment()
+        ):
+            # The ranks exist already; this launcher starts none in that case.
+            method = "popen"
+        self._start_method = method  # type: ignore[assignment]
+        script, multiprocessing = launcher_classes(self._tree.name)
+        self._launcher = (
+            script(environment, self.num_processes, self.num_nodes)
+            if method == "popen"
+            else multiprocessing(self, start_method=method)  # type: ignore[arg-type]
+        )
+
+    # ---- life cycle
+
+    @override
+    def setup_distributed(self) -> None:
+        """Makes sure of torch.distributed's default group and opens the session."""
+        environment = self.cluster_environment
+        if isinstance(environment, LauncherEnvironment):
+            # This launcher gives no port to meet at: the session finds its own way.
+            self._tree.fabric_name("utilities.seed", "reset_seed")()
+            self.set_world_ranks()
+        else:
+            super().setup_distributed()
+        world = World(
+            rank=self.global_rank,
+            size=self.world_size,
+            local_rank=self.local_rank,
+            local_size=self.num_processes,
+            node_rank=self.node_rank,
+        )
+        self._session = open_session(world, **self._session_options)
+        self._failed = False
+        for name in self._ignored_arguments:
+            self._rank_zero("rank_zero_info")(
+                f"HvdStrategy({name}=...) is not needed and has no effect: parameters that a step "
+                "does not use and changing graphs need no preparation, gradients stay where "
+                "autograd made them, and buffers are kept equal."
+            )
+        self._ignored_arguments = []
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend == "auto":
+            self._process_group_backend = None
+        return super()._get_process_group_backend()
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        """Prepares the model for the run: equal on all ranks, and with averaged gradients in fit.
+
+        Runs once per fit, validate, test and predict, in any order.
+        """
+        assert self._session is not None
+        self._end_run()
+        fitting = self._is_fitting(trainer)
+        if fitting and self._layer_sync is not None:
+            assert self.model is not None
+            self.model = self._layer_sync.apply(self.model)
+        # Not DDPStrategy's own, which differs from it in the wrapper only.
+        super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
+        if fitting:
+            assert self.model is not None
+            self._reducer = GradientReducer(
+                self._named_parameters(self.model),
+                self.optimizers,
+                session=self._session,
+                module=self.model,
+                bucket_cap_mb=self._options["bucket_cap_mb"],
+                timeout=self._options["timeout"],
+            )
+        if self._session.size > 1:
+            self._stop = GracefulStop(trainer, self._session)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> Any:
+        """Lightning calls this before the optimizers are made, so they see rank 0's parameters."""
+        assert self._session is not None
+        self._state = ModuleState(model, self._session)
+        self._state.broadcast()
+        return model
+
+    def _named_parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        ignored = names_ignored_by_ddp(model)
+        return [
+            (name, parameter) for name, parameter in model.named_parameters() if name not in ignored
+        ]
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the run; each one set here is watched by the reducer."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        super(DataParallelStrategy, type(self)).optimizers.fset(  # type: ignore[attr-defined]
+            self, optimizers
+        )
+        if self._reducer is not None:
+            for optimizer in optimizers:
+                self._reducer.add_optimizer(optimizer)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps; an optimizer that searches along the loss is given the mean over the ranks.
+
+        With its own rank's loss it would decide differently on each rank.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
+            closure = partial(self._mean_of_closure, closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _mean_of_closure(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        return self.reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps gradients local in the block: the earlier batches of an accumulation."""
+        with nullcontext() if self._reducer is None else self._reducer.no_sync():
+            yield
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Makes buffers equal that this batch may read, and looks whether training is to end."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._state is not None:
+            self._state.broadcast_written_buffers()
+        if self._stop is not None:
+            self._stop.on_batch_start()
+
+    @override
+    def on_validation_start(self) -> None:
+        """Shows validation the same model on all ranks."""
+        super().on_validation_start()
+        if self._reducer is not None:
+            self._broadcast_buffers()
+            if self._stop is not None:
+                self._stop.meet()
+
+    @override
+    def on_validation_end(self) -> None:
+        """Lets all ranks know of a SIGTERM that one received meanwhile."""
+        super().on_validation_end()
+        if self._reducer is not None and self._stop is not None:
+            self._stop.meet()
+
+    @override
+    def on_train_end(self) -> None:
+        """Leaves the same model on all ranks."""
+        super().on_train_end()
+        self._broadcast_buffers()
+        if self._stop is not None and self._stop.meet():
+            raise self._tree.pytorch_name("utilities.exceptions", "SIGTERMException")
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes the checkpoint on rank 0. Collective, as all of Lightning's callers expect."""
+        self._broadcast_buffers()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks, which would wait for this one in vain."""
+        if isinstance(exception, SystemExit) and exception.code is None and self._reports_status():
+            # Lightning's end by SIGTERM would look like success to whoever started this process,
+            # and like a missing result to the parent of a fork.
+            exception.code = 128 + signal.SIGTERM
+        if self._session is None or (self._stop is not None and self._stop.agreed):
+            return
+        self._failed = True
+        self._session.post_error(f"{type(exception).__name__}: {exception}".rstrip(": "))
+
+    def _reports_status(self) -> bool:
+        """Whether anybody but rank 0 looks at this process's exit status.
+
+        Rank 0 kills itself when a process that it started by popen ends with another than 0.
+        """
+        environment = self.cluster_environment
+        return (
+            self._start_method != "popen"
+            or self.local_rank == 0
+            or not isinstance(environment, self._default_environment())
+        )
+
+    def _default_environment(self) -> Any:
+        return self._tree.fabric_name("plugins.environments", "LightningEnvironment")
+
+    @override
+    def teardown(self) -> None:
+        """Ends the run. The session stays open for the next one, unless this one failed."""
+        self._end_run()
+        super().teardown()
+        if self._failed and self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _end_run(self) -> None:
+        if self._stop is not None:
+            self._stop.detach()
+        if self._reducer is not None:
+            self._reducer.close()
+        self._stop = self._reducer = self._state = None
+
+    def _broadcast_buffers(self) -> None:
+        # Outside of a fit all ranks have loaded or received the same, and nothing changes it.
+        if self._reducer is not None and self._state is not None and not self._failed:
+            self._state.broadcast_buffers()
+
+    # ---- collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the ranks; the mean of integers is a float.
+
+        Args:
+            tensor: the rank's value; anything else than a tensor is returned as it is.
+            group: a group of torch.distributed; all ranks when not given.
+            reduce_op: "mean" (or "avg"), "sum", "min", "max", "product", a member of
+                `torch.distributed.ReduceOp`, or None for the sum.
+        """
+        if self._session is None or not isinstance(tensor, Tensor):
+            return tensor
+        if _is_part(group):
+            if collectives.operation_name(reduce_op) in ("mean", "avg") and not (
+                tensor.is_floating_point() or tensor.is_complex()
+            ):
+                tensor = tensor.to(torch.get_default_dtype())
+            return super().reduce(tensor, group, reduce_op)
+        return collectives.reduce(self._session, tensor, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensors of all ranks, stacked along a new first dimension.
+
+        Args:
+            tensor: the same shape and dtype on every rank.
+            group: a group of torch.distributed; all ranks when not given.
+            sync_grads: whether gradients flow back to the ranks that gave the tensors.
+        """
+        if self._session is None:
+            return tensor
+        if _is_part(group):
+            return super().all_gather(tensor, group, sync_grads)
+        if sync_grads:
+            return collectives.gather_with_gradients(self._session, tensor)
+        return collectives.gather(self._session, tensor)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns the object that rank `src` has; it must pickle."""
+        if self._session is None or self._failed:
+            return obj
+        return self._session.broadcast_object(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until all ranks are here."""
+        if self._session is not None and not self._failed:
+            self._session.barrier()
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns whether the decision is true on all ranks, or on any."""
+        if self._session is None:
+            return decision
+        value = torch.tensor([int(decision)], dtype=torch.int32)
+        return bool(self._session.allreduce(value, "min" if all else "max").item())
+
+    # ---- the rest
+
+    def _is_fitting(self, trainer: Any) -> bool:
+        function = self._tree.pytorch_name("trainer.states", "TrainerFn")
+        return bool(trainer.state.fn == function.FITTING)
+
+    def _rank_zero(self, name: str) -> Any:
+        return self._tree.pytorch_name("utilities.rank_zero", name)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # They belong to this process, and are None where a strategy is to be sent to another.
+        for name in ("_session", "_reducer", "_state", "_stop"):
+            state.pop(name, None)
+        return state
+
+
+def _is_part(group: Any) -> bool:
+    """Whether a group of torch.distributed is given that is not all ranks."""
+    return group is not None and group is not dist.group.WORLD
+
+
+__all__ = ["DataParallelStrategy"]

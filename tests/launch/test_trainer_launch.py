@@ -1,0 +1,101 @@
+"""Scripts with a Trainer, started in every way: exactly the ranks asked for, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.processes import RankProcesses, start_launcher
+from tests.launch.test_launchers import MPIEXEC, TORCHRUN, needs_mpiexec
+
+JOB = str(Path(__file__).with_name("trainer_job.py"))
+
+
+def script(*arguments: str) -> RankProcesses:
+    return start_launcher(sys.executable, JOB, *arguments)
+
+
+def reports(job: RankProcesses, status: int = 0) -> list[dict[str, Any]]:
+    """Waits for the end, and returns what the ranks reported, in rank order."""
+    assert job.wait(timeout=90) == [status], job.report()
+    lines = [json.loads(line.text) for line in job.lines if line.text.startswith("{")]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+def assert_trained(found: list[dict[str, Any]], size: int = 2, **expected: Any) -> None:
+    assert [(line["rank"], line["size"]) for line in found] == [(r, size) for r in range(size)]
+    assert len({line["weights"] for line in found}) == 1
+    for line in found:
+        assert line["steps"] == 24 // size
+        assert expected.items() <= line.items()
+
+
+def assert_trained_in_workers(found: list[dict[str, Any]]) -> None:
+    """One report more: the parent has the weights of rank 0 afterwards."""
+    assert [line["rank"] for line in found] == [0, 0, 1]
+    assert len({line["weights"] for line in found}) == 1
+
+
+def test_plain_python() -> None:
+    with script() as job:
+        found = reports(job)
+        assert_trained(found, strategy="hvd_strategy.lightning.HvdStrategy")
+        assert sum("tested on rank" in line.text for line in job.lines) == 2
+
+
+def test_spawn_in_the_other_package() -> None:
+    with script("--strategy", "hvd_spawn", "--tree", "pytorch_lightning") as job:
+        found = reports(job)
+        assert_trained_in_workers(found)
+        expected = "hvd_strategy.lightning.pytorch_lightning.HvdStrategy"
+        assert {line["strategy"] for line in found} == {expected}
+        assert "without leaving the job" not in job.output()
+
+
+def test_two_jobs_at_once() -> None:
+    with script() as one, script("--strategy", "hvd_fork") as other:
+        assert_trained(reports(one))
+        assert_trained_in_workers(reports(other))
+        assert "without leaving the job" not in other.output()
+
+
+def test_torchrun() -> None:
+    command = [*TORCHRUN, "--nproc-per-node", "2", JOB, "--devices", "1"]
+    with start_launcher(*command) as job:
+        assert_trained(reports(job), environment="TorchElasticEnvironment")
+
+
+@needs_mpiexec
+def test_mpirun() -> None:
+    pytest.importorskip("mpi4py")
+    with start_launcher(str(MPIEXEC), "-n", "2", sys.executable, JOB, "--devices", "1") as job:
+        assert_trained(reports(job), environment="MPIEnvironment")
+
+
+@needs_mpiexec
+def test_mpirun_without_mpi4py() -> None:
+    command = [str(MPIEXEC), "-n", "3", sys.executable, JOB, "--devices", "1", "--without-mpi4py"]
+    with start_launcher(*command) as job:
+        assert_trained(reports(job), size=3, environment="LauncherEnvironment")
+
+
+def test_exception_on_one_rank_ends_the_job() -> None:
+    with script("--fail", "1") as job:
+        assert reports(job, status=1) == []
+        output = job.output()
+        assert "ArithmeticError: the fourth bearing is hot" in output
+        assert "RankFailedError: rank 0 cannot go on: rank 1 failed: ArithmeticError" in output
+
+
+@pytest.mark.parametrize("strategy", ["hvd", "hvd_fork"])
+def test_sigterm_of_one_rank_ends_the_job(strategy: str) -> None:
+    with script("--terminate", "1", "--strategy", strategy) as job:
+        # A parent of workers ends by the exception that tells their exit status.
+        status = 128 + signal.SIGTERM if strategy == "hvd" else 1
+        assert reports(job, status) == []
+        assert "without leaving the job" not in job.output()

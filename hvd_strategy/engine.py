@@ -29,22 +29,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_strategy import _core
-from hvd_strategy._private_api import current_autograd_node, queue_end_of_backward
+from hvd_strategy._private_api import current_autograd_node, queue_end_of_backward, storage_users
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.options import resolve
+from hvd_strategy.parameters import (
+    WIRE_NAMES,
+    describe,
+    first_difference,
+    may_be_lazy,
+    unique,
+    zeros,
+)
 from hvd_strategy.session import Session, open_session
 
 __all__ = ["GradientReducer"]
 
-# Complex gradients travel as twice as many floats.
-_WIRE_NAMES = {
-    torch.float32: ("float32", 1),
-    torch.float64: ("float64", 1),
-    torch.float16: ("float16", 1),
-    torch.bfloat16: ("bfloat16", 1),
-    torch.complex64: ("float32", 2),
-    torch.complex128: ("float64", 2),
-}
+# Equal to no dtype: has the core show us each gradient of the parameter (`_accept_gradient`).
+_NO_DTYPE = object()
 
 
 class GradientReducer:
@@ -89,24 +90,29 @@ class GradientReducer:
         self._closed = True  # until everything below stands
         bucket_cap_mb = resolve("bucket_cap_mb", bucket_cap_mb)
         timeout = resolve("timeout", timeout)
-        if optimizer is None:
-            optimizers = []
-        elif isinstance(optimizer, Optimizer):
-            optimizers = [optimizer]
-        else:
-            optimizers = list(optimizer)
-        for candidate in optimizers:
-            if not isinstance(candidate, Optimizer):
-                raise TypeError(
-                    f"optimizer={candidate!r} is not accepted: it takes a torch.optim.Optimizer, "
-                    "or several of them."
-                )
-        named = _unique(named_parameters)
+        optimizers = _optimizers_of(optimizer)
+        named = unique(named_parameters)
+        if session is not None and not isinstance(session, Session):
+            raise TypeError(
+                f"session={session!r} is not accepted: it takes what open_session() returns."
+            )
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"module={type(module).__name__} is not accepted: it takes a torch.nn.Module."
+            )
         self._session = open_session() if session is None else session
+        if self._session.closed:
+            raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
         self._module = module
         self._parameters: list[Tensor] = []
+        self._names: list[str] = []
+        self._expected: list[tuple[torch.Size, torch.dtype]] = []
         self._index: dict[int, int] = {}
         self._handles: list[Any] = []
+        # Not left to __del__: where the collector finds us in a cycle, the handles' weak
+        # references are dead by then, and hooks would stay on parameters that live on.
+        self._remove_hooks = weakref.finalize(self, _remove_all, self._handles)
+        self._remove_hooks.atexit = False
         self._optimizers: list[Optimizer] = []
         self._flushes = 0
         self._flushes_at_gate: list[int] = []
@@ -123,7 +129,9 @@ class GradientReducer:
                 timeout.total_seconds(),
             )
             # Weak, or the hooks would keep this object alive and it them.
-            self._core.set_callbacks(_weakly(self._begin_backward), _weakly(self._accept_gradient))
+            self._core.set_callbacks(
+                _weakly(self._begin_backward), _weakly(self._accept_gradient), storage_users()
+            )
         self._closed = False
         for candidate in optimizers:
             self.add_optimizer(candidate)
@@ -147,9 +155,7 @@ class GradientReducer:
         if self._closed:
             return
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks()
         if self._core is not None:
             self._core.close()
         self._parameters.clear()
@@ -171,6 +177,7 @@ class GradientReducer:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Makes the optimizer's `step` a gate: see the module's text."""
+        (optimizer,) = _optimizers_of([optimizer])
         if not self.active or any(known is optimizer for known in self._optimizers):
             return
         self._optimizers.append(optimizer)
@@ -183,17 +190,17 @@ class GradientReducer:
     def _add_parameters(self, named: list[tuple[str, Tensor]]) -> None:
         # Sorted by name, so that ranks which register in another order agree all the same.
         named = sorted(named, key=lambda pair: pair[0])
-        described = [_describe(name, parameter) for name, parameter in named]
+        described = [describe(name, parameter) for name, parameter in named]
         self._check_agreement(described)
         for (name, parameter), (_, _, dtype, _) in zip(named, described, strict=True):
-            if parameter.dtype not in _WIRE_NAMES:
+            if parameter.dtype not in WIRE_NAMES:
                 continue  # integers: autograd gives them no gradient
             del dtype
             self._add_parameter(name, parameter)
 
     def _add_parameter(self, name: str, parameter: Tensor) -> None:
         index = len(self._parameters)
-        wire, factor = _WIRE_NAMES[parameter.dtype]
+        wire, factor = WIRE_NAMES[parameter.dtype]
         with torch.no_grad():
             like = torch.empty_like(parameter, device="meta")
         self._core.add_parameter(
@@ -201,11 +208,13 @@ class GradientReducer:
             parameter.numel() * factor,
             wire,
             self._group_of(parameter),
-            parameter.dtype,
+            _NO_DTYPE if may_be_lazy(parameter) else parameter.dtype,
             parameter.numel() * parameter.element_size(),
             None if like.is_contiguous() else like.stride(),
         )
         self._parameters.append(parameter)
+        self._names.append(name)
+        self._expected.append((parameter.shape, parameter.dtype))
         self._index[id(parameter)] = index
         # Frozen parameters get a hook too, for the day they are unfrozen; torch takes one only
         # while the parameter requires a gradient.
@@ -241,7 +250,7 @@ class GradientReducer:
             if other != reference:
                 raise MismatchError(
                     f"Rank {self._session.rank}: ranks train different parameters. "
-                    f"{_first_difference(reference, rank, other)}. All ranks have to build the "
+                    f"{first_difference(reference, rank, other)}. All ranks have to build the "
                     "same model; look for code that depends on the rank."
                 )
 
@@ -255,6 +264,11 @@ class GradientReducer:
         ]
         if not unknown:
             return
+        if self._core.must_recover:
+            self._core.recover()
+        # The others may be in a backward instead: all of us learn of it here.
+        self._core.exchange(self._steps, _core.FLUSH_ADOPTS)
+        self._core.complete()
         names = {}
         if self._module is not None:
             names = {id(p): name for name, p in self._module.named_parameters()}
@@ -271,15 +285,16 @@ class GradientReducer:
 
     def _begin_backward(self) -> None:
         """Called by the hook of the first gradient of a backward."""
-        if torch.is_grad_enabled():
-            raise HvdError(
-                f"Rank {self._session.rank}: backward(create_graph=True) cannot be the training "
-                "backward, because reducing its gradients in place would break their graph. Use "
-                "torch.autograd.grad(..., create_graph=True) for the inner gradient and a plain "
-                "backward() for the loss."
-            )
         if self._core.must_recover:
             self._core.recover()
+        if torch.is_grad_enabled():
+            problem = (
+                "backward(create_graph=True) cannot be the training backward, because reducing its "
+                "gradients in place would break their graph. Use torch.autograd.grad(..., "
+                "create_graph=True) for the inner gradient and a plain backward() for the loss."
+            )
+            self._fail(problem)
+            raise HvdError(f"Rank {self._session.rank}: {problem}")
         queue_end_of_backward(_EndOfBackward(self))
 
     def _end_of_backward(self) -> None:
@@ -292,26 +307,41 @@ class GradientReducer:
         outer = _EndOfBackward(self)
         node.register_hook(lambda *_: queue_end_of_backward(outer))
 
-    def _backward_failed(self) -> None:
-        """The callback was destroyed uncalled: an exception ended the backward."""
-        if self.active and self._core.begun:
-            self._flushes += 1  # the others count this round, too
-            self._core.fail("an exception inside backward; see the output of that rank")
+    def _backward_failed(self, flushes: int) -> None:
+        """The callback was destroyed uncalled: an exception ended the backward after `flushes`."""
+        if self.active and self._core.begun and self._flushes == flushes:
+            self._fail("an exception inside backward; see the output of that rank")
+
+    def _fail(self, text: str) -> None:
+        """Ends this round without a result, on all ranks; does not wait for them."""
+        self._flushes += 1  # the others count this round, too
+        self._core.fail(text)
+        self._core.begun = False  # the next backward begins by recovering
 
     def _flush(self, flags: int = 0) -> None:
         core = self._core
         if core.must_recover:
             core.recover()
-        for index in core.dirty():
+        for index in self._unreduced():
             core.take(index, self._parameters[index])
         self._flushes += 1
         for index in core.exchange(self._steps, flags):
             parameter = self._parameters[index]
             # A gradient kept from an earlier step counts; without one this rank adds nothing.
             gradient = parameter.grad
-            core.provide(index, parameter, _zeros(parameter) if gradient is None else gradient)
+            core.provide(index, parameter, zeros(parameter) if gradient is None else gradient)
         if core.complete():
             self._extra_round()
+
+    def _unreduced(self) -> list[int]:
+        """Parameters with a gradient of this rank alone, whose hook did not fire since."""
+        indices = []
+        for index in self._core.dirty():
+            if self._parameters[index].grad is None:
+                self._core.set_dirty(index, False)  # the user cleared it
+            else:
+                indices.append(index)
+        return indices
 
     def _extra_round(self) -> None:
         """Reduces what fired again after its bucket had left, and adds it to the gradients."""
@@ -323,36 +353,38 @@ class GradientReducer:
             core.take_delta(index, self._parameters[index], delta, False)
         for index in core.exchange(self._steps, _core.FLUSH_EXTRA):
             parameter = self._parameters[index]
-            core.take_delta(index, parameter, _zeros(parameter), True)
+            core.take_delta(index, parameter, zeros(parameter), True)
         core.complete_extra()
 
     def _accept_gradient(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Makes a gradient that the core can take of one that it cannot, or raises."""
-        where = f"Rank {self._session.rank}: the gradient of parameter {index}"
-        for known, other in enumerate(self._parameters):
-            if known == index and other is parameter and self._module is not None:
-                for name, candidate in self._module.named_parameters():
-                    if candidate is parameter:
-                        where = f"Rank {self._session.rank}: the gradient of parameter '{name}'"
+        problem = ""
         if gradient.layout is not torch.strided:
-            raise HvdError(
-                f"{where} is sparse ({gradient.layout}), which is not supported yet. Create the "
-                "layer with sparse=False."
+            problem = (
+                f"is sparse ({gradient.layout}), which is not supported yet. Create the layer with "
+                "sparse=False."
             )
-        if gradient.device.type != "cpu":
-            raise HvdError(
-                f"{where} is on {gradient.device}; only CPU tensors are supported so far. Train "
-                "with accelerator='cpu'."
+        elif gradient.device.type != "cpu":
+            problem = (
+                f"is on {gradient.device}; only CPU tensors are supported so far. Train with "
+                "accelerator='cpu'."
             )
-        expected = torch.empty_like(parameter, device="meta", dtype=gradient.dtype)
-        if gradient.shape == parameter.shape and gradient.stride() != expected.stride():
-            dense = torch.empty_strided(expected.shape, expected.stride(), dtype=gradient.dtype)
-            return dense.copy_(gradient)
-        raise HvdError(
-            f"{where} is a {tuple(gradient.shape)} {gradient.dtype}, which is not what the "
-            "parameter was when the GradientReducer was created. Convert and reshape the model "
-            "first, then create the reducer."
-        )
+        elif (gradient.shape, gradient.dtype) != self._expected[index]:
+            shape, dtype = self._expected[index]
+            problem = (
+                f"is a {tuple(gradient.shape)} {gradient.dtype}, but the parameter was a "
+                f"{tuple(shape)} {dtype} when the GradientReducer was created. Convert and reshape "
+                "the model first, then create the reducer."
+            )
+        if problem:
+            raise HvdError(
+                f"Rank {self._session.rank}: the gradient of '{self._names[index]}' {problem}"
+            )
+        gradient = gradient.resolve_conj().resolve_neg()
+        strides = torch.empty_like(parameter, device="meta").stride()
+        if gradient.stride() == strides or gradient.numel() <= 1:
+            return gradient
+        return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
 
     # ---- the gate ----
 
@@ -386,12 +418,34 @@ class GradientReducer:
         """
         if not self.active or self._core.local:
             return
-        number = next(i for i, known in enumerate(self._optimizers) if known is optimizer)
+        number = self._number_of(optimizer)
+        if current_autograd_node() is not None:
+            raise HvdError(
+                f"Rank {self._session.rank}: optimizer.step() inside backward would use gradients "
+                "that are not reduced yet. Call it after backward() has returned."
+            )
+        if self._core.begun:
+            # Its error came after the end of an inner backward, and the user keeps the graph.
+            self._backward_failed(self._flushes)
+            raise HvdError(
+                f"Rank {self._session.rank}: an earlier backward ended in an exception, and its "
+                "graph is still alive. The gradients are dropped on all ranks: free the loss of "
+                "that backward, clear the gradients and run the step again."
+            )
         self._adopt(optimizer)
-        if self._flushes == self._flushes_at_gate[number] or self._core.dirty():
+        if self._flushes == self._flushes_at_gate[number] or self._unreduced():
             self._flush(_core.FLUSH_AT_GATE)
         self._flushes_at_gate[number] = self._flushes
         self._steps += 1
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        for number, known in enumerate(self._optimizers):
+            if known is optimizer:
+                return number
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} is not accepted: it takes one that the reducer "
+            "was given, at its creation or by add_optimizer."
+        )
 
     # ---- for users ----
 
@@ -438,13 +492,16 @@ class GradientReducer:
 
         None when it was not reduced in the last backward, or without `gradient_norms=True`.
         """
-        if self._core is None:
+        index = self._index.get(id(parameter))
+        if self._core is None or index is None:
             return None
-        found: tuple[float, bool] | None = self._core.by_products(self._index[id(parameter)])
+        found: tuple[float, bool] | None = self._core.by_products(index)
         return found
 
     def record_events(self, capacity: int = 100_000) -> None:
         """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
+        if capacity < 0:
+            raise ValueError(f"capacity={capacity} is not accepted: it takes a number of events.")
         if self._core is not None:
             self._core.record_events(capacity)
 
@@ -456,10 +513,11 @@ class GradientReducer:
 class _EndOfBackward:
     """The callback at the end of a backward; notices when it is dropped without a call."""
 
-    __slots__ = ("_called", "_reducer")
+    __slots__ = ("_called", "_flushes", "_reducer")
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
+        self._flushes = reducer._flushes
         self._called = False
 
     def __call__(self) -> None:
@@ -468,7 +526,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         if not self._called:
-            self._reducer._backward_failed()
+            self._reducer._backward_failed(self._flushes)
 
 
 class _KeptBy:
@@ -484,6 +542,26 @@ class _KeptBy:
         self._handle.remove()
 
 
+def _optimizers_of(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    listed = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, Optimizer))
+    optimizers = list(optimizer) if listed else [optimizer]
+    for candidate in optimizers:
+        if not isinstance(candidate, Optimizer):
+            raise TypeError(
+                f"optimizer={candidate!r} is not accepted: it takes a torch.optim.Optimizer, or "
+                "several of them."
+            )
+    return optimizers
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     reference = weakref.WeakMethod(method)
 
@@ -492,61 +570,3 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if bound is None else bound(*args)
 
     return call
-
-
-def _unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Checks the pairs and drops repetitions of tied parameters."""
-    named: dict[int, tuple[str, Tensor]] = {}
-    names: dict[str, int] = {}
-    for pair in named_parameters:
-        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not fits or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
-            raise TypeError(
-                f"named_parameters gave {type(pair).__name__}: it takes pairs of a name and a "
-                "parameter, as model.named_parameters() gives."
-            )
-        name, parameter = pair
-        if not parameter.is_leaf:
-            raise ValueError(
-                f"'{name}' is not a parameter but the result of a computation: it gets no "
-                "gradient of its own."
-            )
-        if names.setdefault(name, id(parameter)) != id(parameter):
-            raise ValueError(f"Two different parameters are called '{name}'.")
-        named.setdefault(id(parameter), (name, parameter))
-    return list(named.values())
-
-
-def _describe(name: str, parameter: Tensor) -> tuple[str, tuple[int, ...], str, Any]:
-    if parameter.device.type != "cpu":
-        raise ValueError(
-            f"Parameter '{name}' is on {parameter.device}: only CPU tensors are supported so far. "
-            "Train with accelerator='cpu'."
-        )
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return name, tuple(parameter.shape), str(parameter.dtype), strides
-
-
-def _first_difference(
-    reference: list[tuple[str, tuple[int, ...], str, Any]],
-    rank: int,
-    other: list[tuple[str, tuple[int, ...], str, Any]],
-) -> str:
-    known = {name: (shape, dtype, strides) for name, shape, dtype, strides in reference}
-    theirs = {name: (shape, dtype, strides) for name, shape, dtype, strides in other}
-    for name in sorted(known.keys() | theirs.keys()):
-        if name not in theirs:
-            return f"Rank {rank} lacks '{name}', which rank 0 has"
-        if name not in known:
-            return f"Rank 0 lacks '{name}', which rank {rank} has"
-        if known[name] != theirs[name]:
-            return (
-                f"'{name}' has shape {known[name][0]}, {known[name][1]} and strides "
-                f"{known[name][2]} on rank 0, but shape {theirs[name][0]}, {theirs[name][1]} and "
-                f"strides {theirs[name][2]} on rank {rank}"
-            )
-    return f"Rank {rank} names them in another way than rank 0"
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)

@@ -14,6 +14,7 @@ Nothing here changes `os.environ`.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing.util
 import os
 import re
@@ -60,6 +61,9 @@ def _after_fork_in_child() -> None:
     _process = _Process()
     if dist.is_available() and dist.is_initialized():
         _inherited_group = weakref.ref(dist.group.WORLD)
+        # One reference too many, for ever: the end of the interpreter would destroy the group, and
+        # crash where it joins threads that stayed with the parent.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

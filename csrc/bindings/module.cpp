@@ -2,6 +2,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstring>
+
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "kernels/reduce.h"
@@ -53,13 +55,16 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
+    // A name that was cut to fit its place may end inside a UTF-8 sequence.
+    const nb::object text = nb::steal(PyUnicode_DecodeUTF8(
+        error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "replace"));
     if (error.kind() == ErrorKind::bad_argument) {
-      PyErr_SetString(PyExc_ValueError, error.what());
+      PyErr_SetObject(PyExc_ValueError, text.ptr());
       return;
     }
     const nb::object type =
         nb::module_::import_("hvd_strategy.errors").attr(class_name(error.kind()));
-    PyErr_SetString(type.ptr(), error.what());
+    PyErr_SetObject(type.ptr(), text.ptr());
   }
 }
 

@@ -11,8 +11,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <map>
-
 #include "bindings/bindings.h"
 #include "session/session.h"
 
@@ -31,6 +29,8 @@ struct Names {
   nb::object layout = nb::steal(PyUnicode_InternFromString("layout"));
   nb::object is_contiguous = nb::steal(PyUnicode_InternFromString("is_contiguous"));
   nb::object stride = nb::steal(PyUnicode_InternFromString("stride"));
+  nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));
+  nb::object cdata = nb::steal(PyUnicode_InternFromString("_cdata"));
 };
 
 nb::object get(nb::handle object, const nb::object& name) {
@@ -83,14 +83,14 @@ struct HookState {
   };
   std::vector<Taken> taken;
   std::vector<Taken> again;  // fired a second time after its bucket had left
-  // Memory of the gradients of this round, to find two that share some.
-  std::map<uintptr_t, uintptr_t> ranges;
+  nb::object storage_users;  // called with a storage's address: how many objects refer to it
 
-  bool overlaps(uintptr_t start, uintptr_t end) const {
-    const auto after = ranges.lower_bound(start);
-    if (after != ranges.end() && after->first < end) return true;
-    if (after == ranges.begin()) return false;
-    return std::prev(after)->second > start;
+  // Autograd may leave a view in p.grad: in `h + bias.view(...)` the gradient of bias is a view of
+  // the gradient of h, which autograd has yet to read, or of another parameter's.
+  bool shares_memory(const nb::object& gradient) const {
+    const nb::object storage = call(gradient, names.untyped_storage);
+    const nb::object users = storage_users(get(storage, names.cdata));
+    return PyLong_AsSize_t(users.ptr()) > 2;  // the gradient and our `storage`
   }
 
   bool usable(const nb::object& gradient, const Expected& want) const {
@@ -109,17 +109,11 @@ struct HookState {
   void take(uint32_t index, nb::handle parameter, nb::object gradient, bool provided) {
     const Expected& want = expected[index];
     if (!usable(gradient, want)) gradient = on_mismatched(index, parameter, gradient);
-    uintptr_t start = pointer_of(gradient);
-    if (want.nbytes != 0 && overlaps(start, start + want.nbytes)) {
-      // Two gradients may be views of one memory; reduced in place, it would be reduced twice.
-      gradient = gradient.attr("clone")();
-      start = pointer_of(gradient);
-    }
-    if (want.nbytes != 0) ranges.emplace(start, start + want.nbytes);
+    if (shares_memory(gradient)) gradient = gradient.attr("clone")();
     set_grad(parameter, names, nb::none());
     taken.push_back({index, nb::borrow(parameter), std::move(gradient)});
     held[index] = true;
-    auto* memory = reinterpret_cast<void*>(start);
+    auto* memory = reinterpret_cast<void*>(pointer_of(taken.back().gradient));
     if (provided) {
       reducer->provide(index, memory);
     } else {
@@ -169,7 +163,6 @@ struct HookState {
   void forget() {
     for (const Taken& entry : taken) held[entry.index] = false;
     taken.clear();
-    ranges.clear();
     begun = false;
   }
 };
@@ -194,9 +187,10 @@ class PyReducer {
 
   ~PyReducer() { close(); }
 
-  void set_callbacks(nb::object on_first, nb::object on_mismatched) {
+  void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object storage_users) {
     state_->on_first = std::move(on_first);
     state_->on_mismatched = std::move(on_mismatched);
+    state_->storage_users = std::move(storage_users);
   }
 
   void add_parameter(const std::string& name, uint64_t count, const std::string& dtype,
@@ -368,12 +362,13 @@ class PyReducer {
 void bind_reducer(nb::module_& module) {
   module.attr("FLUSH_EXTRA") = static_cast<uint32_t>(FlushRecord::kExtra);
   module.attr("FLUSH_AT_GATE") = static_cast<uint32_t>(FlushRecord::kAtGate);
+  module.attr("FLUSH_ADOPTS") = static_cast<uint32_t>(FlushRecord::kAdopts);
   nb::class_<PyReducer>(module, "Reducer", "Core of hvd_strategy.engine.GradientReducer.")
       .def(nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double>(),
            nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
            nb::arg("timeout"))
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
-           nb::arg("on_mismatched"))
+           nb::arg("on_mismatched"), nb::arg("storage_users"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype"), nb::arg("nbytes"),
            nb::arg("strides").none())

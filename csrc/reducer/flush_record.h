@@ -9,10 +9,11 @@ namespace hvd {
 // What a rank tells the others at the end of a backward.
 struct FlushRecord {
   enum : uint32_t {
-    kFailed = 1,  // an exception ended the backward; `text` says which
-    kMore = 2,    // some parameter fired again after its bucket had left: an extra round follows
-    kExtra = 4,   // this is the extra round
-    kAtGate = 8,  // sent by an optimizer step, not by a backward
+    kFailed = 1,   // an exception ended the backward; `text` says which
+    kMore = 2,     // some parameter fired again after its bucket had left: an extra round follows
+    kExtra = 4,    // this is the extra round
+    kAtGate = 8,   // sent by an optimizer step, not by a backward
+    kAdopts = 16,  // the optimizer has parameters that are new to the reducer
   };
   uint32_t flags = 0;
   uint64_t round = 0;  // number of the flush

@@ -117,7 +117,19 @@ std::string Reducer::seen(const std::vector<int>& members) const {
 }
 
 std::string Reducer::describe_records() const {
-  return "the end of backward " + std::to_string(round_) + " on " + seen(channel_->missing());
+  std::string text =
+      "the end of backward " + std::to_string(round_) + " on " + seen(channel_->missing());
+  std::vector<std::string> late;
+  for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
+    const Bucket& bucket = buckets_[slot];
+    if (!bucket.work || communicator_->missing(slot, bucket.work->step).empty()) continue;
+    if (late.size() == 3) {
+      late.push_back("...");
+      break;
+    }
+    late.push_back(bucket.name);
+  }
+  return late.empty() ? text : text + ", not there yet: " + join(late);
 }
 
 std::string Reducer::describe_work() const {
@@ -197,6 +209,14 @@ void Reducer::check_records(const FlushRecord& own) const {
                                            " parameters, " + rank(member) + " " +
                                            std::to_string(record.parameters) +
                                            "; all ranks must add the same parameters");
+    }
+    if ((record.flags & FlushRecord::kAdopts) != (own.flags & FlushRecord::kAdopts)) {
+      const bool other = (record.flags & FlushRecord::kAdopts) != 0;
+      throw Error(ErrorKind::mismatch,
+                  "the optimizer of " + (other ? rank(member) : own_name) +
+                      " has new parameters, that of " + (other ? own_name : rank(member)) +
+                      " has none; all ranks must add or replace the same parameters before the "
+                      "same step");
     }
     if (record.step != own.step || record.round != own.round ||
         (record.flags & FlushRecord::kExtra) != (own.flags & FlushRecord::kExtra)) {
@@ -390,7 +410,7 @@ void Reducer::end_round() {
 }
 
 void Reducer::fail(const std::string& text) {
-  if (broken_ || closed_) return;
+  if (broken_ || closed_ || generation_ != fork_generation()) return;
   FlushRecord own;
   own.flags = FlushRecord::kFailed;
   own.round = round_;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/descriptor.h"
 #include "comm/communicator.h"
 #include "observe/events.h"
 #include "reducer/flush_record.h"
@@ -58,7 +59,7 @@ class Reducer {
 
   struct Request {
     uint64_t step = 0;   // optimizer steps seen so far; has to be the same on all ranks
-    uint32_t flags = 0;  // of FlushRecord: kMore, kExtra, kAtGate
+    uint32_t flags = 0;  // of FlushRecord: kMore, kExtra, kAtGate, kAdopts
   };
   // Ends the collection of this round. Returns the parameters that other ranks have and this one
   // lacks: provide() has to be called for each of them. Throws when the ranks do not agree or one
@@ -133,6 +134,7 @@ class Reducer {
   bool failed_ = false;
   bool closed_ = false;
   bool broken_ = false;
+  uint64_t generation_ = fork_generation();  // in a forked child nothing is told to anybody
   uint64_t round_ = 0;
   uint64_t step_ = 0;
   uint64_t blocked_ns_ = 0;

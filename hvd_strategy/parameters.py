@@ -1,0 +1,93 @@
+"""Parameters as a GradientReducer is given them: what it accepts, and what ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Complex gradients travel as twice as many floats.
+WIRE_NAMES = {
+    torch.float32: ("float32", 1),
+    torch.float64: ("float64", 1),
+    torch.float16: ("float16", 1),
+    torch.bfloat16: ("bfloat16", 1),
+    torch.complex64: ("float32", 2),
+    torch.complex128: ("float64", 2),
+}
+
+
+def unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Checks the pairs and drops repetitions of tied parameters."""
+    if not isinstance(named_parameters, Iterable):
+        raise TypeError(
+            f"named_parameters={named_parameters!r} is not accepted: it takes pairs of a name and "
+            "a parameter, as model.named_parameters() gives."
+        )
+    named: dict[int, tuple[str, Tensor]] = {}
+    names: dict[str, int] = {}
+    for pair in named_parameters:
+        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not fits or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise TypeError(
+                f"named_parameters gave {type(pair).__name__}: it takes pairs of a name and a "
+                "parameter, as model.named_parameters() gives."
+            )
+        name, parameter = pair
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"'{name}' is not a parameter but the result of a computation: it gets no "
+                "gradient of its own."
+            )
+        if names.setdefault(name, id(parameter)) != id(parameter):
+            raise ValueError(f"Two different parameters are called '{name}'.")
+        named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
+
+
+def describe(name: str, parameter: Tensor) -> tuple[str, tuple[int, ...], str, Any]:
+    """What has to be the same on all ranks: name, shape, dtype, strides of the gradient."""
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"Parameter '{name}' is on {parameter.device}: only CPU tensors are supported so far. "
+            "Train with accelerator='cpu'."
+        )
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return name, tuple(parameter.shape), str(parameter.dtype), strides
+
+
+def first_difference(
+    reference: list[tuple[str, tuple[int, ...], str, Any]],
+    rank: int,
+    other: list[tuple[str, tuple[int, ...], str, Any]],
+) -> str:
+    """In words, where rank 0's descriptions and another rank's differ."""
+    known = {name: (shape, dtype, strides) for name, shape, dtype, strides in reference}
+    theirs = {name: (shape, dtype, strides) for name, shape, dtype, strides in other}
+    for name in sorted(known.keys() | theirs.keys()):
+        if name not in theirs:
+            return f"Rank {rank} lacks '{name}', which rank 0 has"
+        if name not in known:
+            return f"Rank 0 lacks '{name}', which rank {rank} has"
+        if known[name] != theirs[name]:
+            return (
+                f"'{name}' has shape {known[name][0]}, {known[name][1]} and strides "
+                f"{known[name][2]} on rank 0, but shape {theirs[name][0]}, {theirs[name][1]} and "
+                f"strides {theirs[name][2]} on rank {rank}"
+            )
+    return f"Rank {rank} names them in another way than rank 0"
+
+
+def may_be_lazy(parameter: Tensor) -> bool:
+    """Whether a gradient may be one whose memory has yet to be conjugated or negated.
+
+    Such a real one has gaps, so autograd copies it, unless it is a single number.
+    """
+    return parameter.is_complex() or parameter.numel() == 1
+
+
+def zeros(parameter: Tensor) -> Tensor:
+    """A gradient that adds nothing, with the strides that autograd gives one."""
+    return torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)

@@ -44,9 +44,6 @@ from hvd_strategy.session import Session, open_session
 
 __all__ = ["GradientReducer"]
 
-# Equal to no dtype: has the core show us each gradient of the parameter (`_accept_gradient`).
-_NO_DTYPE = object()
-
 
 class GradientReducer:
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
@@ -130,7 +127,10 @@ class GradientReducer:
             )
             # Weak, or the hooks would keep this object alive and it them.
             self._core.set_callbacks(
-                _weakly(self._begin_backward), _weakly(self._accept_gradient), storage_users()
+                _weakly(self._begin_backward),
+                _weakly(self._accept_gradient),
+                storage_users(),
+                torch.Tensor,
             )
         self._closed = False
         for candidate in optimizers:
@@ -208,7 +208,8 @@ class GradientReducer:
             parameter.numel() * factor,
             wire,
             self._group_of(parameter),
-            _NO_DTYPE if may_be_lazy(parameter) else parameter.dtype,
+            # None has the core show us each gradient of the parameter (`_accept_gradient`).
+            None if may_be_lazy(parameter) else parameter.dtype,
             parameter.numel() * parameter.element_size(),
             None if like.is_contiguous() else like.stride(),
         )

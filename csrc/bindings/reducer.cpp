@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/bindings.h"
+#include "bindings/tensor_view.h"
 #include "session/session.h"
 
 namespace nb = nanobind;
@@ -51,13 +52,19 @@ void set_grad(nb::handle parameter, const Names& names, nb::handle value) {
   }
 }
 
-// What the Python side knows of a parameter.
+// What a gradient has to be for the core to take it as it is.
 struct Expected {
-  nb::object dtype;
+  nb::object dtype;  // None: `on_mismatched` has to look at each gradient
+  dlpack::DataType type{};
   size_t nbytes = 0;
-  nb::object strides;  // None: contiguous
-  std::string name;
+  nb::object strides;                  // None: contiguous
+  std::vector<int64_t> stride_values;  // the same
 };
+
+dlpack::DataType dlpack_type(DType dtype) {
+  const auto bits = static_cast<uint8_t>(8 * size_of(dtype));
+  return {dtype == DType::bf16 ? dlpack::kBfloat : dlpack::kFloat, bits, 1};
+}
 
 // The reducer as the hooks see it. Hooks hold it by shared_ptr, because a hook may outlive the
 // Python object that registered it; it holds no Parameter, or both would keep each other alive,
@@ -84,6 +91,8 @@ struct HookState {
   std::vector<Taken> taken;
   std::vector<Taken> again;  // fired a second time after its bucket had left
   nb::object storage_users;  // called with a storage's address: how many objects refer to it
+  nb::object tensor_class;   // torch.Tensor
+  std::unique_ptr<TensorDescriber> describer;
 
   // Autograd may leave a view in p.grad: in `h + bias.view(...)` the gradient of bias is a view of
   // the gradient of h, which autograd has yet to read, or of another parameter's.
@@ -93,27 +102,58 @@ struct HookState {
     return PyLong_AsSize_t(users.ptr()) > 2;  // the gradient and our `storage`
   }
 
-  bool usable(const nb::object& gradient, const Expected& want) const {
-    if (get(gradient, names.dtype).ptr() != want.dtype.ptr()) return false;
-    if (get(gradient, names.is_cpu).ptr() != Py_True) return false;
-    if (want.strides.is_none()) {
-      if (call(gradient, names.is_contiguous).ptr() != Py_True) return false;
-    } else if (!call(gradient, names.stride).equal(want.strides)) {
-      return false;
+  // The address of the gradient's memory, or null when the core cannot take it as it is.
+  void* usable_memory(const nb::object& gradient, const Expected& want, bool* usable) const {
+    *usable = false;
+    if (want.dtype.is_none()) return nullptr;
+    if (describer != nullptr && describer->available() &&
+        reinterpret_cast<PyObject*>(Py_TYPE(gradient.ptr())) == tensor_class.ptr()) {
+      dlpack::Tensor view{};
+      if (!describer->describe(gradient, &view)) return nullptr;
+      *usable = view.device_type == dlpack::kCpu && view.dtype.code == want.type.code &&
+                view.dtype.bits == want.type.bits && has_expected_shape(view, want);
+      return static_cast<char*>(view.data) + view.byte_offset;
     }
-    return PyLong_AsSize_t(get(gradient, names.nbytes).ptr()) == want.nbytes;
+    if (get(gradient, names.dtype).ptr() != want.dtype.ptr()) return nullptr;
+    if (get(gradient, names.is_cpu).ptr() != Py_True) return nullptr;
+    if (want.strides.is_none()) {
+      if (call(gradient, names.is_contiguous).ptr() != Py_True) return nullptr;
+    } else if (!call(gradient, names.stride).equal(want.strides)) {
+      return nullptr;
+    }
+    *usable = PyLong_AsSize_t(get(gradient, names.nbytes).ptr()) == want.nbytes;
+    return memory_of(gradient);
+  }
+
+  static bool has_expected_shape(const dlpack::Tensor& view, const Expected& want) {
+    const bool contiguous = want.stride_values.empty();
+    if (!contiguous && static_cast<size_t>(view.ndim) != want.stride_values.size()) return false;
+    int64_t dense = 1;
+    for (int32_t dim = view.ndim; dim-- > 0;) {
+      const int64_t stride = contiguous ? dense : want.stride_values[static_cast<size_t>(dim)];
+      if (view.shape[dim] > 1 && view.strides[dim] != stride) return false;
+      dense *= view.shape[dim];
+    }
+    return static_cast<size_t>(dense) * want.type.bits / 8 == want.nbytes;
   }
 
   // Takes the gradient away from the parameter (p.grad = None meanwhile): if the parameter fires
   // again, autograd cannot add to memory that is being reduced.
   void take(uint32_t index, nb::handle parameter, nb::object gradient, bool provided) {
     const Expected& want = expected[index];
-    if (!usable(gradient, want)) gradient = on_mismatched(index, parameter, gradient);
-    if (shares_memory(gradient)) gradient = gradient.attr("clone")();
+    bool usable = false;
+    void* memory = usable_memory(gradient, want, &usable);
+    if (!usable) {
+      gradient = on_mismatched(index, parameter, gradient);
+      memory = memory_of(gradient);
+    }
+    if (shares_memory(gradient)) {
+      gradient = gradient.attr("clone")();
+      memory = memory_of(gradient);
+    }
     set_grad(parameter, names, nb::none());
     taken.push_back({index, nb::borrow(parameter), std::move(gradient)});
     held[index] = true;
-    auto* memory = reinterpret_cast<void*>(pointer_of(taken.back().gradient));
     if (provided) {
       reducer->provide(index, memory);
     } else {
@@ -121,8 +161,8 @@ struct HookState {
     }
   }
 
-  uintptr_t pointer_of(const nb::object& gradient) const {
-    return static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(call(gradient, names.data_ptr).ptr()));
+  void* memory_of(const nb::object& gradient) const {
+    return PyLong_AsVoidPtr(call(gradient, names.data_ptr).ptr());
   }
 
   void on_gradient(uint32_t index, nb::handle parameter) {
@@ -187,7 +227,10 @@ class PyReducer {
 
   ~PyReducer() { close(); }
 
-  void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object storage_users) {
+  void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object storage_users,
+                     nb::object tensor_class) {
+    state_->describer = std::make_unique<TensorDescriber>(tensor_class);
+    state_->tensor_class = std::move(tensor_class);
     state_->on_first = std::move(on_first);
     state_->on_mismatched = std::move(on_mismatched);
     state_->storage_users = std::move(storage_users);
@@ -201,7 +244,9 @@ class PyReducer {
                   "parameter '" + name + "' has dtype " + dtype + ", which cannot be reduced");
     }
     state_->reducer->add_parameters({{name, count, type, group}});
-    state_->expected.push_back({std::move(torch_dtype), nbytes, std::move(strides), name});
+    Expected want{std::move(torch_dtype), dlpack_type(type), nbytes, strides, {}};
+    if (!strides.is_none()) want.stride_values = nb::cast<std::vector<int64_t>>(strides);
+    state_->expected.push_back(std::move(want));
     state_->dirty.push_back(false);
     state_->held.push_back(false);
   }
@@ -368,9 +413,9 @@ void bind_reducer(nb::module_& module) {
            nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
            nb::arg("timeout"))
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
-           nb::arg("on_mismatched"), nb::arg("storage_users"))
+           nb::arg("on_mismatched"), nb::arg("storage_users"), nb::arg("tensor_class"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype"), nb::arg("nbytes"),
+           nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(), nb::arg("nbytes"),
            nb::arg("strides").none())
       .def("hook", &PyReducer::hook, nb::arg("index"))
       .def("take", &PyReducer::take, nb::arg("index"), nb::arg("parameter"))

@@ -59,14 +59,13 @@ class TensorDescriber {
  public:
   // Looks for the interface in the class `torch.Tensor`; without it `available` is false.
   explicit TensorDescriber(nanobind::handle tensor_class) {
-    PyObject* capsule =
-        PyObject_GetAttrString(tensor_class.ptr(), "__dlpack_c_exchange_api__");
+    PyObject* capsule = PyObject_GetAttrString(tensor_class.ptr(), "__dlpack_c_exchange_api__");
     if (capsule == nullptr) {
       PyErr_Clear();
       return;
     }
-    auto* table = static_cast<dlpack::ExchangeTable*>(
-        PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+    auto* table =
+        static_cast<dlpack::ExchangeTable*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     Py_DECREF(capsule);  // the table lives as long as torch
     if (table == nullptr) PyErr_Clear();
     while (table != nullptr && table->version.major != dlpack::kMajor) table = table->previous;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/clock.h"
 
@@ -313,6 +314,8 @@ void SharedMemoryCommunicator::mark_closed(const std::string& why) {
 void SharedMemoryCommunicator::close() {
   if (generation_ != fork_generation()) {
     (void)thread_.release();  // runs in the parent; nothing to join here
+    // The thread may have been waiting for it at the fork, and its destructor waits for waiters.
+    new (&idle_) std::condition_variable();
     return;
   }
   {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,15 @@ class Listener {
   std::string name_;
 };
 
+// What a rank says when it connects, and what it is answered.
+struct Hello {
+  uint32_t protocol;
+  int32_t rank;  // negative: "I give up because of rank -1 - rank"
+  Token token;
+};
+static_assert(sizeof(Hello) == 24, "the greeting has no padding");
+constexpr uint32_t kHelloProtocol = 0x48564401;  // "HVD", version 1
+
 // Connections of one rank to all others of its host, kept for the life of a session: their end
 // tells that a peer is gone, and shared memory is handed over through them.
 struct Mesh {
@@ -41,13 +51,14 @@ struct Mesh {
 // Called every 100 ms while something waits; may throw, which ends the wait. May be null.
 using Interrupt = std::function<void()>;
 
-// Connects every rank with every other. Throws Error(timeout) naming the missing ranks,
-// Error(rank_failed) when a peer cannot be reached on this host.
+// Connects every rank with every other. All listeners must exist already, and stay until the
+// connections stand: a rank whose listener is gone counts as dead. Throws Error(timeout) or
+// Error(rank_failed), on every rank that is there, naming the ranks that are not.
 Mesh connect_mesh(int rank, const Listener* listener, const std::vector<std::string>& names,
                   const Token& token, uint64_t timeout_ns, const Interrupt* interrupt = nullptr);
 
-// Hands the memory's descriptor to a peer, labelled with `key`.
-void send_memory(int socket, uint64_t key, const SharedMemory& memory);
+// Hands the memory's descriptor to a peer, labelled with `key`. False when the peer is gone.
+[[nodiscard]] bool send_memory(int socket, uint64_t key, const SharedMemory& memory);
 
 // A descriptor with its label, as it comes out of a socket.
 struct ReceivedMemory {
@@ -55,8 +66,10 @@ struct ReceivedMemory {
   Descriptor descriptor;
 };
 
-// Waits until the deadline (now_ns clock); an empty descriptor when nothing came by then.
-// Throws Error(rank_failed) when the peer has gone.
-ReceivedMemory receive_memory(int socket, uint64_t deadline_ns);
+// Never waits. Nothing: there is none yet, or, with `*ended`, there will be none any more.
+std::optional<ReceivedMemory> receive_memory(int socket, bool* ended);
+
+// Waits until there is something to read, or the end of it. False at the deadline (now_ns clock).
+bool wait_readable(int socket, uint64_t deadline_ns);
 
 }  // namespace hvd

@@ -1,10 +1,14 @@
 #include "control/host_control_plane.h"
 
 #include <sched.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "base/clock.h"
 #include "control/record_channel.h"
@@ -18,6 +22,9 @@ constexpr uint64_t kNapNs = 100'000'000u;  // the longest sleep between two look
 constexpr uint32_t kLeastSpinNs = 2'000;
 constexpr uint32_t kMostSpinNs = 100'000;
 constexpr uint64_t kControlKey = 0;
+// A failure that another rank tells is printed when no call has raised it by then.
+constexpr uint64_t kPrintAfterNs = 500'000'000u;
+constexpr int kTickMs = 100;
 
 enum : uint32_t { kUnknown = 0, kJoined = 1, kLeft = 2 };
 }  // namespace
@@ -45,6 +52,18 @@ size_t page_bytes(int size) {
 }
 Bell* bells_of(ControlPage* page, int size) {
   return reinterpret_cast<Bell*>(page->cells + size + 1);
+}
+std::string in_seconds(uint64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+// The longest start of `text` that fits and does not end inside a UTF-8 sequence.
+size_t fitting(const std::string& text, size_t most) {
+  if (text.size() <= most) return text.size();
+  size_t count = most;
+  while (count > 0 && (static_cast<unsigned char>(text[count]) & 0xC0) == 0x80) --count;
+  return count;
 }
 int usable_cpus() {
   cpu_set_t set;
@@ -79,22 +98,25 @@ HostControlPlane::HostControlPlane(int rank, int size, Mesh mesh, const ControlS
   mark_seen();
   page_->cells[rank].state.store(kJoined, std::memory_order_release);
 
+  if (size == 1) return;
   std::vector<WatchedPeer> peers;
   for (int peer = 0; peer < size; ++peer) {
     if (peer != rank) peers.push_back({peer, mesh_.pids[peer], mesh_.sockets[peer].get()});
   }
   watch_ = std::make_unique<Watch>(
       peers, [this](int peer, const std::string& how) { on_peer_gone(peer, how); },
-      [this] { on_tick(); });
+      [this](int peer) { return on_connection_ended(peer); }, [this] { return on_tick(); });
 }
 
-HostControlPlane::~HostControlPlane() {
-  if (generation_ == fork_generation()) leave();
-  watch_.reset();
-}
+HostControlPlane::~HostControlPlane() { leave(); }
 
 void HostControlPlane::check_usable() const {
-  if (generation_ == fork_generation()) return;
+  if (usable() && !has_left(rank_)) return;
+  if (usable()) {
+    throw Error(ErrorKind::error, "rank " + std::to_string(rank_) +
+                                      " has closed this session: open a new one, and make "
+                                      "communicators and reducers in that");
+  }
   throw Error(ErrorKind::error,
               "this process was forked from rank " + std::to_string(rank_) +
                   ": the engine stayed with the parent and cannot be used here; use it in the "
@@ -109,38 +131,75 @@ std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& me
   if (maker == rank_) {
     auto memory = SharedMemory::create("hvd", bytes);
     for (int member : members) {
-      if (member != rank_) send_memory(mesh_.sockets[member].get(), key, *memory);
+      if (member == rank_) continue;
+      if (!send_memory(mesh_.sockets[static_cast<size_t>(member)].get(), key, *memory)) {
+        throw_lost(member);
+      }
     }
     memory->close_descriptor();
     return memory;
   }
   // Several threads may wait for memory of the same maker, which arrives in the maker's order:
   // whoever reads a piece that is not its own leaves it in the mailbox.
+  const int socket = mesh_.sockets[static_cast<size_t>(maker)].get();
   for (;;) {
-    std::lock_guard<std::mutex> lock(mailbox_mutex_);
-    auto& box = mailbox_[static_cast<size_t>(maker)];
-    const auto found = box.find(key);
-    if (found != box.end()) {
-      Descriptor descriptor = std::move(found->second);
-      box.erase(found);
-      auto memory = SharedMemory::adopt(std::move(descriptor), bytes);
-      memory->close_descriptor();
-      return memory;
+    // Looked at before the socket: what it sent before it left is found there.
+    const bool left = page_ != nullptr && has_left(maker);
+    bool ended = false;
+    {
+      std::lock_guard<std::mutex> lock(mailbox_mutex_);
+      auto& box = mailbox_[static_cast<size_t>(maker)];
+      while (auto received = receive_memory(socket, &ended)) {
+        box[received->key] = std::move(received->descriptor);
+      }
+      const auto found = box.find(key);
+      if (found != box.end()) {
+        Descriptor descriptor = std::move(found->second);
+        box.erase(found);
+        auto memory = SharedMemory::adopt(std::move(descriptor), bytes);
+        memory->close_descriptor();
+        return memory;
+      }
     }
     if (page_ != nullptr && failure() != nullptr) throw_failure();
+    if (left) throw_left(maker, "a communicator or reducer to be made");
+    if (ended) throw_lost(maker);
     if (now_ns() >= deadline) {
-      throw Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + " waited " +
-                                          std::to_string(timeout_ns / 1'000'000'000u) +
-                                          " s in vain for shared memory of rank " +
-                                          std::to_string(maker) +
-                                          "; every rank has to make its communicators and "
-                                          "reducers in the same order");
+      throw Error(ErrorKind::timeout,
+                  "rank " + std::to_string(rank_) + " waited " + in_seconds(timeout_ns) +
+                      " in vain for shared memory of rank " + std::to_string(maker) +
+                      "; every rank has to make its communicators and "
+                      "reducers in the same order");
     }
-    ReceivedMemory received =
-        receive_memory(mesh_.sockets[maker].get(), std::min(deadline, now_ns() + kNapNs));
+    // Without the lock, or the thread that polls here would keep the others from the mailbox.
+    (void)wait_readable(socket, std::min(deadline, now_ns() + kNapNs));
     if (interrupt != nullptr && *interrupt) (*interrupt)();
-    if (received.descriptor) box[received.key] = std::move(received.descriptor);
   }
+}
+
+// A rank whose connection has ended: it is dead, or closed its session.
+void HostControlPlane::throw_lost(int rank) {
+  if (page_ != nullptr) {
+    // The watch knows more, in a moment.
+    const uint64_t deadline = now_ns() + 1'000'000'000u;
+    while (failure() == nullptr && !has_left(rank) && now_ns() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    if (failure() != nullptr) throw_failure();
+    if (has_left(rank)) throw_left(rank, "a communicator or reducer to be made");
+  }
+  throw Error(ErrorKind::rank_failed, "rank " + std::to_string(rank_) + " cannot go on: rank " +
+                                          std::to_string(rank) +
+                                          " ended while it was to take part in the start of a "
+                                          "session; look at what it printed last");
+}
+
+void HostControlPlane::throw_left(int rank, const std::string& what) {
+  post_failure_of(rank, ErrorKind::rank_failed,
+                  "rank " + std::to_string(rank) + " has left the job while rank " +
+                      std::to_string(rank_) + " waits for " + what +
+                      "; all ranks have to take part in the same steps");
+  throw_failure();
 }
 
 std::unique_ptr<RecordChannel> HostControlPlane::open_channel(const std::vector<int>& members,
@@ -151,6 +210,7 @@ std::unique_ptr<RecordChannel> HostControlPlane::open_channel(const std::vector<
 }
 
 const Failure* HostControlPlane::failure() {
+  if (!usable()) return nullptr;
   if (page_->first_failure.load(std::memory_order_acquire) == 0) return nullptr;
   if (!failure_cached_.load(std::memory_order_acquire)) {
     std::lock_guard<std::mutex> lock(failure_mutex_);
@@ -170,28 +230,34 @@ void HostControlPlane::post_failure(ErrorKind kind, const std::string& text) {
 }
 
 void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::string& text) {
-  if (generation_ != fork_generation()) return;
+  if (!usable()) return;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     RankCell& cell = page_->cells[rank_];
     if (cell.failure_text[0] != 0) return;  // this rank has spoken; the first word counts
     cell.culprit = culprit;
     cell.failure_kind = static_cast<int32_t>(kind);
-    const size_t count = std::min(text.size(), kFailureText - 1);
-    std::memcpy(cell.failure_text, text.data(), count);
+    std::memcpy(cell.failure_text, text.data(), fitting(text, kFailureText - 1));
   }
   int32_t none = 0;
   // Release: who reads the number with acquire sees the text.
-  page_->first_failure.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
+  const bool first =
+      page_->first_failure.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
   bells_.ring_all();
+  if (!first) return;
+  // Wakes the watch of every other rank: its main thread may sleep in something that is not ours.
+  // Nothing that would still have to go through the connections can come after a failure.
+  for (const Descriptor& socket : mesh_.sockets) {
+    if (socket) shutdown(socket.get(), SHUT_WR);
+  }
 }
 
 bool HostControlPlane::has_left(int rank) const {
-  return page_->cells[rank].state.load(std::memory_order_acquire) == kLeft;
+  return usable() && page_->cells[rank].state.load(std::memory_order_acquire) == kLeft;
 }
 
 uint64_t HostControlPlane::last_seen(int rank) const {
-  return page_->cells[rank].last_seen_ns.load(std::memory_order_relaxed);
+  return usable() ? page_->cells[rank].last_seen_ns.load(std::memory_order_relaxed) : 0;
 }
 
 void HostControlPlane::mark_seen() {
@@ -199,50 +265,76 @@ void HostControlPlane::mark_seen() {
 }
 
 void HostControlPlane::request_stop(uint32_t value) {
-  if (generation_ != fork_generation()) return;
+  if (!usable()) return;
   page_->cells[rank_].stop_requested.store(value, std::memory_order_release);
 }
 
 uint32_t HostControlPlane::stop_requested() const {
   uint32_t value = 0;
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int peer = 0; usable() && peer < size_; ++peer) {
     value = std::max(value, page_->cells[peer].stop_requested.load(std::memory_order_acquire));
   }
   return value;
 }
 
 void HostControlPlane::leave() {
-  if (generation_ != fork_generation()) return;
-  page_->cells[rank_].state.store(kLeft, std::memory_order_release);
-  bells_.ring_all();
+  if (usable()) {
+    page_->cells[rank_].state.store(kLeft, std::memory_order_release);
+    bells_.ring_all();
+  }
+  // Whoever has left does not mind what happens to the others.
+  watch_.reset();
 }
 
+// ---- on the watch thread ----
+
 void HostControlPlane::on_peer_gone(int rank, const std::string& how) {
-  if (has_left(rank)) return;  // said goodbye first
-  const std::string who =
-      "rank " + std::to_string(rank) +
-      (mesh_.pids[rank] > 0 ? " (pid " + std::to_string(mesh_.pids[rank]) + ") " : " ") + how;
   const Failure* known = failure();
   const bool killed = how.find("killed") != std::string::npos;
   // A job that fails takes its ranks down one after the other: those that end by themselves after
-  // the first are no news.
-  if (known != nullptr && known->rank != rank && !killed) return;
-  print_line(rank_, who + " without leaving the job; look at what it printed last");
-  post_failure_of(rank, ErrorKind::rank_failed, who + " without leaving the job");
-  failed_at_.store(now_ns(), std::memory_order_relaxed);
-  if (settings_.abort_grace_ns != 0) watch_->arm_ticks();
+  // the first are no news, nor are those that said goodbye first.
+  if (has_left(rank) || (known != nullptr && known->rank != rank && !killed)) {
+    if (known != nullptr) notice_failure();
+    return;
+  }
+  const pid_t pid = mesh_.pids[static_cast<size_t>(rank)];
+  const std::string who = "rank " + std::to_string(rank) +
+                          (pid > 0 ? " (pid " + std::to_string(pid) + ") " : " ") + how +
+                          " without leaving the job";
+  print_line(rank_, who + "; look at what it printed last");
+  failure_printed_ = true;
+  post_failure_of(rank, ErrorKind::rank_failed, who);
+  notice_failure();
 }
 
-void HostControlPlane::on_tick() {
-  const uint64_t failed_at = failed_at_.load(std::memory_order_relaxed);
-  if (failed_at == 0 || failure_raised_.load(std::memory_order_relaxed)) return;
-  if (now_ns() - failed_at < settings_.abort_grace_ns) return;
+// True: the rank itself said why, so its end is no news. The process is watched on.
+bool HostControlPlane::on_connection_ended(int rank) {
+  const int teller = page_->first_failure.load(std::memory_order_acquire) - 1;
+  if (teller >= 0) notice_failure();
+  return teller == rank || has_left(rank);
+}
+
+void HostControlPlane::notice_failure() {
+  if (failed_at_ == 0) failed_at_ = now_ns();
+}
+
+int HostControlPlane::on_tick() {
+  if (failed_at_ == 0 || failure_raised_.load(std::memory_order_relaxed)) return -1;
+  const uint64_t passed = now_ns() - failed_at_;
+  if (!failure_printed_ && passed >= kPrintAfterNs) {
+    print_line(rank_, failure()->text);
+    failure_printed_ = true;
+  }
+  if (settings_.abort_grace_ns == 0) return failure_printed_ ? -1 : kTickMs;
+  if (passed < settings_.abort_grace_ns) return kTickMs;
   // The main thread sits somewhere that we cannot interrupt and that will never return.
   print_line(rank_, "no call has returned to the engine for " +
-                        std::to_string(settings_.abort_grace_ns / 1'000'000'000u) +
-                        " s (abort_grace_seconds) after that failure; ending this process");
+                        in_seconds(settings_.abort_grace_ns) +
+                        " (abort_grace_seconds) after that failure; ending this process");
   _exit(1);
 }
+
+// ---- on the threads that wait ----
 
 void HostControlPlane::throw_failure() {
   failure_raised_.store(true, std::memory_order_relaxed);
@@ -265,14 +357,12 @@ void HostControlPlane::check_limits(const Wait& settings, uint64_t started, uint
     post_failure(kind, "rank " + std::to_string(rank_) + " waited for " + what + "; " + reason);
     throw_failure();
   };
-  const auto seconds = [](uint64_t ns) { return std::to_string(ns / 1'000'000'000u) + " s"; };
   if (settings.timeout_ns != 0 && now - started >= settings.timeout_ns) {
-    give_up(ErrorKind::timeout, "gave up after the timeout of " +
-                                    std::to_string(settings.timeout_ns / 1'000'000u) + " ms");
+    give_up(ErrorKind::timeout, "gave up after the timeout of " + in_seconds(settings.timeout_ns));
   }
   if (settings_.stall_abort_ns != 0 && now - last_progress >= settings_.stall_abort_ns) {
     give_up(ErrorKind::stall,
-            "gave up after " + seconds(settings_.stall_abort_ns) + " (stall_abort_seconds)");
+            "gave up after " + in_seconds(settings_.stall_abort_ns) + " (stall_abort_seconds)");
   }
   const uint64_t interval =
       settings.first ? settings_.first_stall_warning_ns : settings_.stall_warning_ns;
@@ -280,13 +370,14 @@ void HostControlPlane::check_limits(const Wait& settings, uint64_t started, uint
   if (*next_warning == 0) *next_warning = last_progress + interval;
   if (now < *next_warning) return;
   *next_warning += interval;
-  print_line(rank_, "has been waiting for " + seconds(now - last_progress) + " for " +
+  print_line(rank_, "has been waiting for " + in_seconds(now - last_progress) + " for " +
                         (settings.describe ? settings.describe() : "the other ranks"));
 }
 
 void HostControlPlane::wait(const std::function<Step()>& step, const Wait& settings,
                             const std::vector<int>& needed) {
   check_usable();
+  mark_seen();
   uint64_t started = 0;
   uint64_t last_progress = 0;
   uint64_t next_warning = 0;
@@ -340,12 +431,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       }
       if (failure() != nullptr) throw_failure();
       if (result == Step::blocked && left >= 0) {
-        post_failure_of(left, ErrorKind::rank_failed,
-                        "rank " + std::to_string(left) + " has left the job while rank " +
-                            std::to_string(rank_) + " waits for " +
-                            (settings.describe ? settings.describe() : std::string("it")) +
-                            "; all ranks have to take part in the same steps");
-        throw_failure();
+        throw_left(left, settings.describe ? settings.describe() : "it");
       }
       sleep.wait(kNapNs);
     }

@@ -52,24 +52,35 @@ class HostControlPlane final : public ControlPlane {
   uint64_t last_seen(int rank) const override;
   void request_stop(uint32_t value) override;
   uint32_t stop_requested() const override;
-  void notify() override { bells_.ring_all(); }
-  void notify_self() override { bells_.ring_self(); }
+  void notify() override {
+    if (usable()) bells_.ring_all();
+  }
+  void notify_self() override {
+    if (usable()) bells_.ring_self();
+  }
   void wait(const std::function<Step()>& step, const Wait& settings,
             const std::vector<int>& needed) override;
 
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
   void mark_seen();
-  // Says that this rank takes part in nothing any more. Idempotent.
+  // Says that this rank takes part in nothing any more, and ends the watch. Idempotent; one thread
+  // at a time.
   void leave();
-  // Throws in a forked child: the engine stayed with the parent.
+  // False in a forked child: the engine stayed with the parent, its memory is not mapped here.
+  bool usable() const noexcept { return generation_ == fork_generation(); }
+  // Throws where it is not usable, and after leave().
   void check_usable() const;
 
  private:
   void post_failure_of(int culprit, ErrorKind kind, const std::string& text);
   void on_peer_gone(int rank, const std::string& how);
-  void on_tick();
+  bool on_connection_ended(int rank);
+  int on_tick();
+  void notice_failure();
   [[noreturn]] void throw_failure();
+  [[noreturn]] void throw_left(int rank, const std::string& what);
+  [[noreturn]] void throw_lost(int rank);
   void check_limits(const Wait& settings, uint64_t started, uint64_t last_progress,
                     uint64_t* next_warning);
   int first_left(const std::vector<int>& ranks) const;
@@ -88,8 +99,9 @@ class HostControlPlane final : public ControlPlane {
   std::mutex failure_mutex_;
   std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded
   std::atomic<bool> failure_cached_{false};
-  std::atomic<uint64_t> failed_at_{0};
   std::atomic<bool> failure_raised_{false};  // some call of this process has thrown it
+  uint64_t failed_at_ = 0;                   // of the watch thread: when it learned of the failure
+  bool failure_printed_ = false;             // of the watch thread
 
   std::mutex mailbox_mutex_;
   std::vector<std::map<uint64_t, Descriptor>> mailbox_;  // by sender: memory not yet asked for

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -41,27 +42,72 @@ Descriptor open_pidfd(pid_t pid) {
 #endif
 }
 
-std::string describe_end(int pidfd) {
-  PidfdInfo info{};
-  info.mask = kPidfdInfoExit;
-  if (ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0) {
-    return "ended";
+// What /proc tells of a process. `exit_status` is there as long as it is a zombie.
+struct ProcessState {
+  char state = 0;  // 0: there is no such process (any more)
+  uint64_t started = 0;
+  int exit_status = 0;
+};
+
+ProcessState read_process(pid_t pid) {
+  ProcessState process;
+  char text[1024];
+  std::snprintf(text, sizeof text, "/proc/%d/stat", static_cast<int>(pid));
+  std::FILE* file = pid > 0 ? std::fopen(text, "re") : nullptr;
+  if (file == nullptr) return process;
+  const size_t count = std::fread(text, 1, sizeof text - 1, file);
+  std::fclose(file);
+  text[count] = 0;
+  // The name stands in brackets and may itself contain brackets and blanks; the state is the
+  // third field, the start time the 22nd, the exit status the 52nd and last.
+  char* field = std::strrchr(text, ')');
+  for (int number = 3; field != nullptr; ++number) {
+    field = std::strchr(field, ' ');
+    if (field == nullptr) break;
+    ++field;
+    if (number == 3) process.state = *field;
+    if (number == 22) process.started = std::strtoull(field, nullptr, 10);
+    if (number == 52) process.exit_status = std::atoi(field);
   }
-  if (WIFSIGNALED(info.exit_code)) {
-    const int signal = WTERMSIG(info.exit_code);
-    return "was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
-  }
-  return "exited with status " + std::to_string(WEXITSTATUS(info.exit_code));
+  return process;
 }
 
-// How long the pidfd may take to follow when a socket has ended.
+std::string describe_status(int status) {
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    return "was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
+  }
+  return "exited with status " + std::to_string(WEXITSTATUS(status));
+}
+
+// The status of a process that has ended: from the zombie, as long as its parent has not waited
+// for it, afterwards from the pidfd where the kernel keeps it there.
+std::string describe_end(int pidfd, pid_t pid, uint64_t started) {
+  for (int look = 0; look < 2; ++look) {
+    const ProcessState process = read_process(pid);
+    if (process.state == 'Z' && process.started == started) {
+      return describe_status(process.exit_status);
+    }
+    PidfdInfo info{};
+    info.mask = kPidfdInfoExit;
+    if (pidfd >= 0 && ioctl(pidfd, kPidfdGetInfo, &info) == 0 &&
+        (info.mask & kPidfdInfoExit) != 0) {
+      return describe_status(info.exit_code);
+    }
+  }
+  return "ended";
+}
+
+// How long the process may take to follow when its connection has ended.
 constexpr uint64_t kPatienceNs = 300'000'000u;
+constexpr int kPatienceStepMs = 10;
 
 }  // namespace
 
 Watch::Watch(const std::vector<WatchedPeer>& peers, std::function<void(int, std::string)> gone,
-             std::function<void()> tick)
+             std::function<bool(int)> explained, std::function<int()> tick)
     : gone_(std::move(gone)),
+      explained_(std::move(explained)),
       tick_(std::move(tick)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       generation_(fork_generation()) {
@@ -69,6 +115,8 @@ Watch::Watch(const std::vector<WatchedPeer>& peers, std::function<void(int, std:
     Entry entry{};
     entry.rank = peer.rank;
     entry.socket = peer.socket;
+    entry.pid = peer.pid;
+    entry.started = read_process(peer.pid).started;
     entry.pidfd = open_pidfd(peer.pid);
     entries_.push_back(std::move(entry));
   }
@@ -94,42 +142,55 @@ Watch::~Watch() {
 
 void Watch::run() {
   std::vector<pollfd> set;
+  int next_tick_ms = tick_();
   while (!stop_.load(std::memory_order_acquire)) {
     set.clear();
     set.push_back({wake_.get(), POLLIN, 0});
-    bool waiting_for_pidfd = false;
+    bool patient = false;
     for (const Entry& entry : entries_) {
       // A negative descriptor is skipped by poll. POLLIN is left out for the socket: what peers
       // send (descriptors of shared memory) is for others to read.
-      const bool socket_open = !entry.gone && entry.socket_ended_at == 0;
+      const bool look_at_socket = !entry.gone && !entry.socket_done && entry.socket_ended_at == 0;
       set.push_back({entry.gone || !entry.pidfd ? -1 : entry.pidfd.get(), POLLIN, 0});
-      set.push_back({socket_open ? entry.socket : -1, POLLRDHUP, 0});
-      waiting_for_pidfd |= entry.socket_ended_at != 0 && !entry.gone;
+      set.push_back({look_at_socket ? entry.socket : -1, POLLRDHUP, 0});
+      patient |= entry.socket_ended_at != 0 && !entry.gone;
     }
-    const bool ticking = ticking_.load(std::memory_order_relaxed);
-    const int count = ::poll(set.data(), set.size(), ticking || waiting_for_pidfd ? 100 : 1000);
-    if (ticking) tick_();
-    if (count > 0 && (set[0].revents & POLLIN) != 0) {
-      uint64_t value;
-      (void)!read(wake_.get(), &value, sizeof value);
-    }
+    const int count = ::poll(set.data(), set.size(), patient ? kPatienceStepMs : next_tick_ms);
+    if (stop_.load(std::memory_order_acquire)) return;
     for (size_t i = 0; i < entries_.size(); ++i) {
       Entry& entry = entries_[i];
       if (entry.gone) continue;
-      if (set[1 + 2 * i].revents != 0) look_at_pidfd(entry);
-      if (!entry.gone && set[2 + 2 * i].revents != 0 && entry.socket_ended_at == 0) {
-        entry.socket_ended_at = now_ns();
-      }
-      if (!entry.gone && entry.socket_ended_at != 0) look_at_socket(entry);
+      if (count > 0 && set[1 + 2 * i].revents != 0) look_at_pidfd(entry);
+      const bool ended = count > 0 && set[2 + 2 * i].revents != 0;
+      if (!entry.gone && (ended || entry.socket_ended_at != 0)) look_at_socket(entry);
     }
+    next_tick_ms = tick_();
   }
 }
 
-void Watch::look_at_pidfd(Entry& entry) { report(entry, describe_end(entry.pidfd.get())); }
+void Watch::look_at_pidfd(Entry& entry) {
+  report(entry, describe_end(entry.pidfd.get(), entry.pid, entry.started));
+}
 
 void Watch::look_at_socket(Entry& entry) {
-  if (entry.pidfd && now_ns() - entry.socket_ended_at < kPatienceNs) return;
-  report(entry, "closed its connection");
+  if (explained_(entry.rank)) {
+    entry.socket_done = true;
+    entry.socket_ended_at = 0;
+    entry.gone = !entry.pidfd;
+    return;
+  }
+  const uint64_t now = now_ns();
+  if (entry.socket_ended_at == 0) entry.socket_ended_at = now;
+  const bool patient = now - entry.socket_ended_at < kPatienceNs;
+  if (entry.started == 0) {  // not visible from here: there is nothing to wait for
+    report(entry, "closed its connection");
+    return;
+  }
+  const ProcessState process = read_process(entry.pid);
+  const bool runs = process.started == entry.started && process.state != 'Z';
+  if (runs && patient) return;
+  if (!runs && entry.pidfd && patient) return;  // it will say so
+  report(entry, runs ? "closed its connection" : describe_end(-1, entry.pid, entry.started));
 }
 
 void Watch::report(Entry& entry, const std::string& how) {

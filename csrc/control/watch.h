@@ -25,23 +25,28 @@ struct WatchedPeer {
 // come as long as a forked child of the dead rank (a DataLoader worker) holds a copy.
 class Watch {
  public:
-  // `gone(rank, how)` runs on the watch thread, once per peer, with what is known about the end:
-  // "was killed by signal 9 (Killed)", "exited with status 1", "ended". `tick` runs there about
-  // every 100 ms while `arm_ticks` is on.
+  // All of these run on the watch thread.
+  // gone(rank, how): once per peer, with what is known about its end: "was killed by signal 9
+  // (Killed)", "exited with status 1", "ended".
+  // explained(rank): its connection has ended; true = the caller knows why, so only its process is
+  // watched from now on.
+  // tick(): after every event; gives the milliseconds until it wants to be called again, or -1
+  // for "after the next event". Between events the thread sleeps.
   Watch(const std::vector<WatchedPeer>& peers, std::function<void(int, std::string)> gone,
-        std::function<void()> tick);
+        std::function<bool(int)> explained, std::function<int()> tick);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
-
-  void arm_ticks() noexcept { ticking_.store(true, std::memory_order_relaxed); }
 
  private:
   struct Entry {
     int rank;
     int socket;
+    pid_t pid;
+    uint64_t started;  // when the process started, in the kernel's clock ticks; 0 = unknown
     Descriptor pidfd;
-    uint64_t socket_ended_at = 0;  // waiting a moment for the pidfd, which knows more
+    uint64_t socket_ended_at = 0;  // waiting a moment for the process, which tells more
+    bool socket_done = false;
     bool gone = false;
   };
   void run();
@@ -51,10 +56,10 @@ class Watch {
 
   std::vector<Entry> entries_;
   std::function<void(int, std::string)> gone_;
-  std::function<void()> tick_;
+  std::function<bool(int)> explained_;
+  std::function<int()> tick_;
   Descriptor wake_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> ticking_{false};
   uint64_t generation_;
   std::unique_ptr<std::thread> thread_;
 };

@@ -99,9 +99,9 @@ void Reducer::post(uint32_t slot, Bucket& bucket) {
   for (const uint32_t index : bucket.parameters) {
     work->pointers.push_back(parameters_[index].gradient);
   }
-  bucket.work = work;
   events_.write(EventKind::posted, slot, round_);
-  communicator_->post(slot, std::move(work));
+  communicator_->post(slot, work);
+  bucket.work = std::move(work);  // only now: the others are told which buckets were posted
 }
 
 std::string Reducer::seen(const std::vector<int>& members) const {
@@ -410,7 +410,7 @@ void Reducer::end_round() {
 }
 
 void Reducer::fail(const std::string& text) {
-  if (broken_ || closed_ || generation_ != fork_generation()) return;
+  if (broken_ || closed_) return;
   FlushRecord own;
   own.flags = FlushRecord::kFailed;
   own.round = round_;
@@ -418,8 +418,12 @@ void Reducer::fail(const std::string& text) {
   own.parameters = static_cast<uint32_t>(parameters_.size());
   for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
   own.text = text;
-  failed_ = true;
-  channel_->begin(own.encode());
+  try {
+    channel_->begin(own.encode());
+    failed_ = true;
+  } catch (const Error&) {
+    broken_ = true;  // the session is closed, or stayed with the parent of a fork: nobody waits
+  }
 }
 
 void Reducer::recover(const Wait& wait) {

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "base/descriptor.h"
 #include "comm/communicator.h"
 #include "observe/events.h"
 #include "reducer/flush_record.h"
@@ -134,7 +133,6 @@ class Reducer {
   bool failed_ = false;
   bool closed_ = false;
   bool broken_ = false;
-  uint64_t generation_ = fork_generation();  // in a forked child nothing is told to anybody
   uint64_t round_ = 0;
   uint64_t step_ = 0;
   uint64_t blocked_ns_ = 0;

@@ -61,6 +61,8 @@ std::unique_ptr<RecordChannel> Session::open_channel(const Communicator& communi
 
 void Session::close() {
   if (closed_.exchange(true)) return;
+  // In a forked child any lock may be held by a thread that stayed with the parent.
+  if (!control_->usable()) return;
   // First the goodbye: ranks that wait for this one learn at once that it will not come.
   control_->leave();
   std::vector<std::weak_ptr<Communicator>> communicators;

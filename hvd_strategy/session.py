@@ -327,17 +327,19 @@ class Session:
             )
 
     def _reduce(self, dense: torch.Tensor, op: str, post: float) -> None:
-        count = dense.numel()
-        if dense.is_complex():
+        name = _ELEMENT_NAMES.get(dense.dtype)
+        if name is None:
+            if not dense.is_complex():
+                raise TypeError(f"allreduce takes no tensor of {dense.dtype}: convert it first.")
             if op != "sum":
                 raise TypeError(
                     f"allreduce takes no op={op!r} for {dense.dtype}: no order is defined."
                 )
-            dense, count = torch.view_as_real(dense), 2 * count
-        name = _ELEMENT_NAMES.get(dense.dtype)
-        if name is None:
-            raise TypeError(f"allreduce takes no tensor of {dense.dtype}: convert it first.")
-        self.communicator.allreduce(dense.data_ptr(), count, name, op, 1.0, post, self._seconds)
+            dense = torch.view_as_real(dense)
+            name = _ELEMENT_NAMES[dense.dtype]
+        self.communicator.allreduce(
+            dense.data_ptr(), dense.numel(), name, op, 1.0, post, self._seconds
+        )
 
     def _exchange(self, record: list[Any]) -> list[list[Any]]:
         answers = self.communicator.exchange(json.dumps(record).encode(), self._seconds)
@@ -358,7 +360,7 @@ class Session:
 def _require_dense_on_cpu(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(tensor).__name__}.")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise HvdError(
             f"The tensor is on {tensor.device}: GPUs and other devices are not supported yet. Move "
             "it to the CPU first."
@@ -377,7 +379,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _written(tensor: torch.Tensor, dense: torch.Tensor) -> None:
     """Lets torch know that the core has written to `dense`, made from `tensor` by `_dense`."""
-    if dense.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+    if dense is not tensor and (
+        dense.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()
+    ):
         with torch.no_grad():
             tensor.copy_(dense)
     elif not tensor.is_inference():

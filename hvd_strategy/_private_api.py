@@ -7,6 +7,7 @@ Imports happen inside the functions, so that importing this module imports nothi
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,15 @@ def current_autograd_node() -> Any:
     import torch
 
     return torch._C._current_autograd_node()
+
+
+def post_accumulate_hooks(parameter: Any) -> OrderedDict[int, Any]:
+    """The post-accumulate hooks of a parameter that has some, by number, in the order of calling.
+
+    torch.Tensor._post_accumulate_grad_hooks; tested with torch 2.13.
+    """
+    hooks: OrderedDict[int, Any] = parameter._post_accumulate_grad_hooks
+    return hooks
 
 
 def storage_users() -> Callable[[int], int]:

@@ -29,7 +29,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_strategy import _core
-from hvd_strategy._private_api import current_autograd_node, queue_end_of_backward, storage_users
+from hvd_strategy._private_api import (
+    current_autograd_node,
+    post_accumulate_hooks,
+    queue_end_of_backward,
+    storage_users,
+)
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.options import resolve
 from hvd_strategy.parameters import (
@@ -105,6 +110,7 @@ class GradientReducer:
         self._names: list[str] = []
         self._expected: list[tuple[torch.Size, torch.dtype]] = []
         self._index: dict[int, int] = {}
+        self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
         self._handles: list[Any] = []
         # Not left to __del__: where the collector finds us in a cycle, the handles' weak
         # references are dead by then, and hooks would stay on parameters that live on.
@@ -159,6 +165,7 @@ class GradientReducer:
         if self._core is not None:
             self._core.close()
         self._parameters.clear()
+        self._parameter_hooks.clear()
         self._index.clear()
         self._optimizers.clear()
         self._flushes_at_gate.clear()
@@ -223,12 +230,12 @@ class GradientReducer:
         if frozen:
             parameter.requires_grad_(True)
         try:
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(self._core.hook(index))
-            )
+            handle = parameter.register_post_accumulate_grad_hook(self._core.hook(index))
         finally:
             if frozen:
                 parameter.requires_grad_(False)
+        self._handles.append(handle)
+        self._parameter_hooks.append(handle)
         # A gradient from before counts as this rank's: the next flush takes it along.
         self._core.set_dirty(index, parameter.grad is not None)
 
@@ -323,8 +330,16 @@ class GradientReducer:
         core = self._core
         if core.must_recover:
             core.recover()
-        for index in self._unreduced():
-            core.take(index, self._parameters[index])
+        try:
+            arrived = core.take_noted()
+            for index in self._unreduced():
+                core.take(index, self._parameters[index])
+        except BaseException as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        if arrived:
+            # From the next backward on, hooks take gradients early: after all hooks of the user.
+            self._keep_hooks_last()
         self._flushes += 1
         for index in core.exchange(self._steps, flags):
             parameter = self._parameters[index]
@@ -333,6 +348,13 @@ class GradientReducer:
             core.provide(index, parameter, zeros(parameter) if gradient is None else gradient)
         if core.complete():
             self._extra_round()
+
+    def _keep_hooks_last(self) -> None:
+        for parameter, handle in zip(self._parameters, self._parameter_hooks, strict=True):
+            hooks = post_accumulate_hooks(parameter)
+            if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                # Not move_to_end: torch walks the dictionary below, which knows no such order.
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def _unreduced(self) -> list[int]:
         """Parameters with a gradient of this rank alone, whose hook did not fire since."""

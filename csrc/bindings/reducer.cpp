@@ -81,7 +81,15 @@ struct HookState {
   bool closed = false;
   bool begun = false;       // on_first was called in this backward
   std::vector<bool> dirty;  // has a gradient that was not reduced
-  std::vector<bool> held;
+  std::vector<bool> held;   // taken or noted in this round
+
+  struct Noted {
+    uint32_t index;
+    nb::object parameter;
+  };
+  // Fired, but without a bucket taking the gradient early would gain nothing: it stays where it is
+  // until the flush, so that hooks which users registered after ours see and edit it.
+  std::vector<Noted> noted;
 
   struct Taken {
     uint32_t index;
@@ -178,9 +186,15 @@ struct HookState {
       begun = true;
     }
     if (!held[index]) {
-      take(index, parameter, std::move(gradient), false);
+      if (reducer->planned(index)) {
+        take(index, parameter, std::move(gradient), false);
+      } else {
+        held[index] = true;
+        noted.push_back({index, nb::borrow(parameter)});
+      }
       return;
     }
+    if (!reducer->taken(index)) return;  // noted: autograd has added to the gradient
     set_grad(parameter, names, nb::none());
     if (reducer->in_flight(index)) {
       again.push_back({index, nb::borrow(parameter), std::move(gradient)});
@@ -200,9 +214,31 @@ struct HookState {
     forget();
   }
 
+  void take_noted() {
+    for (const Noted& entry : noted) {
+      nb::object gradient = get(entry.parameter, names.grad);
+      if (gradient.is_none()) {
+        held[entry.index] = false;
+      } else {
+        take(entry.index, entry.parameter, std::move(gradient), false);
+      }
+    }
+    noted.clear();
+  }
+
+  // The round has failed: its gradients are dropped, as those that were taken are.
+  void drop_noted() {
+    for (const Noted& entry : noted) {
+      set_grad(entry.parameter, names, nb::none());
+      dirty[entry.index] = false;
+    }
+  }
+
   void forget() {
     for (const Taken& entry : taken) held[entry.index] = false;
+    for (const Noted& entry : noted) held[entry.index] = false;
     taken.clear();
+    noted.clear();
     begun = false;
   }
 };
@@ -267,6 +303,13 @@ class PyReducer {
     state_->take(index, parameter, std::move(gradient), true);
   }
 
+  // Takes what fired in this backward and has no bucket yet. True when there was any.
+  bool take_noted() {
+    if (state_->noted.empty()) return false;
+    state_->take_noted();
+    return true;
+  }
+
   std::vector<uint32_t> dirty() const {
     std::vector<uint32_t> indices;
     for (uint32_t i = 0; i < state_->dirty.size(); ++i) {
@@ -323,6 +366,7 @@ class PyReducer {
 
   void fail(const std::string& text) {
     state_->again.clear();
+    state_->drop_noted();
     if (!state_->closed) state_->reducer->fail(text);
   }
   bool must_recover() const { return state_->reducer->must_recover(); }
@@ -421,6 +465,7 @@ void bind_reducer(nb::module_& module) {
       .def("take", &PyReducer::take, nb::arg("index"), nb::arg("parameter"))
       .def("provide", &PyReducer::provide, nb::arg("index"), nb::arg("parameter"),
            nb::arg("gradient"))
+      .def("take_noted", &PyReducer::take_noted)
       .def("dirty", &PyReducer::dirty)
       .def("set_dirty", &PyReducer::set_dirty, nb::arg("index"), nb::arg("value"))
       .def("exchange", &PyReducer::exchange, nb::arg("step"), nb::arg("flags") = 0)

@@ -53,6 +53,8 @@ class Reducer {
   // The gradient of a parameter is final. In an extra round nothing is posted yet.
   void take(uint32_t index, void* gradient);
   bool taken(uint32_t index) const { return parameters_[index].taken; }
+  // Belongs to a bucket, so taking it early lets it be reduced early.
+  bool planned(uint32_t index) const { return parameters_[index].bucket >= 0; }
   // Taken, and the communicator may be at work on its memory.
   bool in_flight(uint32_t index) const;
 

@@ -344,3 +344,40 @@ def use_after_close() -> None:
 
 def test_use_after_close(ranks: Ranks) -> None:
     ranks(use_after_close, fresh=True)
+
+
+# ---- hooks of the user ----
+
+
+def edits_after_ours() -> None:
+    """A user's hook that was registered after ours edits the local gradient: the edit counts."""
+    session = open_session()
+    torch.manual_seed(0)
+    model = small_net()
+    reducer = GradientReducer(model.named_parameters(), bucket_cap_mb=TINY)
+
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    for step in range(3):
+        model.zero_grad()
+        with reducer.no_sync():
+            square_error(model, step, session.rank).backward()
+        expected = []
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parts = session.allgather(parameter.grad)
+            expected.append(torch.stack(parts).mean(0))
+        model.zero_grad()
+        square_error(model, step, session.rank).backward()
+        for parameter, mean in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, mean, rtol=0, atol=1e-7)
+    assert len(reducer.buckets()) > 1
+    reducer.close()
+
+
+def test_edits_after_ours(ranks: Ranks) -> None:
+    ranks(edits_after_ours)

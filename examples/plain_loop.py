@@ -31,10 +31,9 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
     )
-    for tensor in model.state_dict().values():
-        session.broadcast(tensor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # From here on backward() leaves the mean over all processes in p.grad.
+    # Gives everybody the parameters of rank 0. From here on backward() leaves the mean over all
+    # processes in p.grad.
     reducer = hvd_strategy.GradientReducer(model.named_parameters(), optimizer=optimizer)
 
     for epoch in range(EPOCHS):

@@ -66,6 +66,8 @@ class GradientReducer:
         optimizer: The optimizer or optimizers that step these parameters.
         session: The session to work in; by default the process's own, opened if need be.
         module: The module the parameters belong to, for names of parameters found later.
+        broadcast_parameters: Give all ranks the parameters of rank 0, and the buffers of `module`,
+            so that they start equal.
         bucket_cap_mb: Size of a gradient bucket in MiB.
         timeout: Deadline of a reduction.
         gradient_norms: Compute finite flag and sum of squares of each gradient on the way.
@@ -84,6 +86,7 @@ class GradientReducer:
         *,
         session: Session | None = None,
         module: torch.nn.Module | None = None,
+        broadcast_parameters: bool = True,
         bucket_cap_mb: float | None = None,
         timeout: timedelta | None = None,
         gradient_norms: bool = False,
@@ -143,6 +146,8 @@ class GradientReducer:
             self.add_optimizer(candidate)
         if self._active:
             self._add_parameters(named)
+            if broadcast_parameters:
+                self._broadcast(named)
 
     # ---- life ----
 
@@ -204,6 +209,13 @@ class GradientReducer:
                 continue  # integers: autograd gives them no gradient
             del dtype
             self._add_parameter(name, parameter)
+
+    def _broadcast(self, named: list[tuple[str, Tensor]]) -> None:
+        tensors = [tensor for _, tensor in sorted(named, key=lambda pair: pair[0])]
+        if self._module is not None:
+            tensors += [buffer for _, buffer in sorted(self._module.named_buffers())]
+        for tensor in tensors:
+            self._session.broadcast(tensor.detach())
 
     def _add_parameter(self, name: str, parameter: Tensor) -> None:
         index = len(self._parameters)
@@ -330,24 +342,33 @@ class GradientReducer:
         core = self._core
         if core.must_recover:
             core.recover()
-        try:
+        self._flushes += 1
+        with self._telling_the_others():
             arrived = core.take_noted()
             for index in self._unreduced():
                 core.take(index, self._parameters[index])
-        except BaseException as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            raise
-        if arrived:
-            # From the next backward on, hooks take gradients early: after all hooks of the user.
-            self._keep_hooks_last()
-        self._flushes += 1
-        for index in core.exchange(self._steps, flags):
-            parameter = self._parameters[index]
-            # A gradient kept from an earlier step counts; without one this rank adds nothing.
-            gradient = parameter.grad
-            core.provide(index, parameter, zeros(parameter) if gradient is None else gradient)
+            if arrived:
+                # From the next backward on, hooks take gradients early: after the user's hooks.
+                self._keep_hooks_last()
+        lacking = core.exchange(self._steps, flags)
+        with self._telling_the_others():
+            for index in lacking:
+                parameter = self._parameters[index]
+                # A gradient kept from an earlier step counts; without one this rank adds nothing.
+                gradient = parameter.grad
+                core.provide(index, parameter, zeros(parameter) if gradient is None else gradient)
         if core.complete():
             self._extra_round()
+
+    @contextmanager
+    def _telling_the_others(self) -> Generator[None, None, None]:
+        """An exception in the block ends the round on all ranks, which may wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self._core.fail(f"{type(error).__name__}: {error}")
+            self._core.begun = False
+            raise
 
     def _keep_hooks_last(self) -> None:
         for parameter, handle in zip(self._parameters, self._parameter_hooks, strict=True):
@@ -370,13 +391,16 @@ class GradientReducer:
         """Reduces what fired again after its bucket had left, and adds it to the gradients."""
         core = self._core
         deltas: dict[int, Tensor] = {}
-        for index, _, delta in core.begin_extra_round():
-            deltas[index] = deltas[index] + delta if index in deltas else delta
-        for index, delta in deltas.items():
-            core.take_delta(index, self._parameters[index], delta, False)
-        for index in core.exchange(self._steps, _core.FLUSH_EXTRA):
-            parameter = self._parameters[index]
-            core.take_delta(index, parameter, zeros(parameter), True)
+        with self._telling_the_others():
+            for index, _, delta in core.begin_extra_round():
+                deltas[index] = deltas[index] + delta if index in deltas else delta
+            for index, delta in deltas.items():
+                core.take_delta(index, self._parameters[index], delta, False)
+        lacking = core.exchange(self._steps, _core.FLUSH_EXTRA)
+        with self._telling_the_others():
+            for index in lacking:
+                parameter = self._parameters[index]
+                core.take_delta(index, parameter, zeros(parameter), True)
         core.complete_extra()
 
     def _accept_gradient(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:

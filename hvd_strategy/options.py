@@ -50,6 +50,10 @@ class Option:
             # bool is an int to Python, but nobody means 1 second by True.
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
             value = float(value) if fits else value
+        elif self.type is timedelta and isinstance(value, (int, float)):
+            # The other times are numbers of seconds; so is this one in the environment.
+            fits = not isinstance(value, bool) and 0 < value < 1e10
+            value = timedelta(seconds=value) if fits else value
         else:
             fits = isinstance(value, self.type)
         if not fits or not self.check(value):
@@ -68,10 +72,9 @@ class Option:
         except (ValueError, OverflowError):
             fits = False
         if not fits:
-            in_seconds = ", in seconds" if self.type is timedelta else ""
             raise ValueError(
                 f"Environment variable {self.env}={text!r} is not accepted: it takes "
-                f"{self.accepts}{in_seconds}."
+                f"{self.accepts}."
             )
         return value
 
@@ -103,7 +106,7 @@ _ALL = (
         timedelta,
         timedelta(minutes=30),
         lambda value: value > timedelta(0),
-        "a datetime.timedelta above 0",
+        "a datetime.timedelta above 0, or a number of seconds",
         "Deadline of a collective, and of the meeting of the ranks.",
     ),
     Option(

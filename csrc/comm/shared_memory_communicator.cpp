@@ -1,13 +1,12 @@
 #include "comm/shared_memory_communicator.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 
 #include "base/clock.h"
+#include "base/quiet_thread.h"
 
 namespace hvd {
 namespace {
@@ -82,6 +81,7 @@ void SharedMemoryCommunicator::check_open() const {
 
 void SharedMemoryCommunicator::post(uint32_t slot, std::shared_ptr<Work> work) {
   control_->check_usable();
+  start_thread();  // may fail; afterwards the other ranks count on this one
   outstanding_.fetch_add(1, std::memory_order_relaxed);
   try {
     const uint64_t step = work->step;
@@ -152,8 +152,9 @@ void SharedMemoryCommunicator::read_log() {
     const auto slot = static_cast<uint32_t>(entry & 0xffff);
     scheduled_.emplace_back(slot, std::move(pending_[slot]));
     pending_[slot] = nullptr;
-    log_position_.store(position + 1, std::memory_order_relaxed);
+    // In this order: who finds the entry read (absorb, without the lock) finds that there is work.
     has_scheduled_.store(true, std::memory_order_relaxed);
+    log_position_.store(position + 1, std::memory_order_release);
   }
 }
 
@@ -177,7 +178,7 @@ std::vector<int> SharedMemoryCommunicator::missing(uint32_t slot, uint64_t step)
 
 // With drive_mutex_. Moves what the log has into the pipeline.
 void SharedMemoryCommunicator::absorb() {
-  const uint64_t position = log_position_.load(std::memory_order_relaxed);
+  const uint64_t position = log_position_.load(std::memory_order_acquire);
   const bool news = staging_.log(position).load(std::memory_order_acquire) >> 16 == position + 1;
   if (!news && !has_scheduled_.load(std::memory_order_relaxed)) return;
   std::vector<std::pair<uint32_t, std::shared_ptr<Work>>> taken;
@@ -262,7 +263,17 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
 // ---- waiting, the thread, the end ----
 
 void SharedMemoryCommunicator::run(const std::shared_ptr<Work>& work, Wait settings) {
-  std::lock_guard<std::mutex> in_order(in_order_mutex_);
+  // Another thread of this rank may be inside a collective for long.
+  std::unique_lock<std::timed_mutex> in_order(in_order_mutex_, std::defer_lock);
+  const uint64_t asked = now_ns();
+  while (!in_order.try_lock_for(std::chrono::milliseconds(100))) {
+    if (settings.interrupt != nullptr && *settings.interrupt) (*settings.interrupt)();
+    if (settings.timeout_ns != 0 && now_ns() - asked >= settings.timeout_ns) {
+      throw Error(ErrorKind::timeout, "rank " + std::to_string(control_->rank()) +
+                                          " could not start " + work->name +
+                                          ": another thread of it is still in a collective");
+    }
+  }
   const uint64_t number = in_order_count_++;
   const auto slot = static_cast<uint32_t>(kSlots + number % kInOrderSlots);
   post_record(slot, number, work);
@@ -329,8 +340,13 @@ void SharedMemoryCommunicator::close() {
     idle_.notify_all();
   }
   control_->notify_self();
-  if (thread_) thread_->join();
-  thread_.reset();
+  // Two threads may close at once; one of them joins.
+  std::unique_ptr<std::thread> ended;
+  {
+    std::lock_guard<std::mutex> lock(idle_mutex_);
+    ended = std::move(thread_);
+  }
+  if (ended) ended->join();
 }
 
 void SharedMemoryCommunicator::set_helping(bool on) {
@@ -342,17 +358,14 @@ void SharedMemoryCommunicator::set_helping(bool on) {
   if (outstanding_.load(std::memory_order_relaxed) > 0) wake_thread();
 }
 
+void SharedMemoryCommunicator::start_thread() {
+  std::lock_guard<std::mutex> lock(idle_mutex_);
+  if (thread_ || stop_) return;
+  thread_ = start_quiet_thread("hvd-comm", [this] { thread_main(); });
+}
+
 void SharedMemoryCommunicator::wake_thread() {
   std::lock_guard<std::mutex> lock(idle_mutex_);
-  if (!thread_ && !stop_) {
-    // Signals belong to the main thread, where Python looks for them.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::make_unique<std::thread>([this] { thread_main(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread_->native_handle(), "hvd-comm");
-  }
   if (thread_idle_) idle_.notify_one();
 }
 
@@ -366,6 +379,8 @@ void SharedMemoryCommunicator::thread_main() {
                helpers_.load(std::memory_order_relaxed) == 0;
       };
       if (!stop_ && !wanted()) {
+        // A helper that found the pipeline in our hands sleeps until somebody rings.
+        if (helpers_.load(std::memory_order_relaxed) > 0) control_->notify_self();
         thread_idle_ = true;
         idle_.wait(lock, [&] { return stop_ || wanted(); });
         thread_idle_ = false;

@@ -109,6 +109,7 @@ class SharedMemoryCommunicator final : public Communicator {
 
   void check_open() const;
   void mark_closed(const std::string& why);
+  void start_thread();
   void wake_thread();
   void thread_main();
 
@@ -148,7 +149,7 @@ class SharedMemoryCommunicator final : public Communicator {
   bool thread_idle_ = false;
   std::unique_ptr<std::thread> thread_;
 
-  std::mutex in_order_mutex_;
+  std::timed_mutex in_order_mutex_;
   uint64_t in_order_count_ = 0;
 };
 

@@ -1,5 +1,6 @@
 #include "control/handshake.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -8,8 +9,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -156,10 +159,16 @@ class Handshake {
   }
 
   void connect_to(int peer) {
-    Descriptor fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    Descriptor fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     socklen_t length = 0;
     const sockaddr_un address = abstract_address(names_[static_cast<size_t>(peer)], &length);
-    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    while (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+      // The backlog of a rank that is slow may be full for a while.
+      if (fd && (errno == EAGAIN || errno == EINTR) && now_ns() < deadline_) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        if (interrupt_ != nullptr && *interrupt_) (*interrupt_)();
+        continue;
+      }
       if (errno == ECONNREFUSED) {
         give_up(ErrorKind::rank_failed, peer,
                 "nobody listens for rank " + std::to_string(peer) +
@@ -168,6 +177,7 @@ class Handshake {
       give_up(ErrorKind::rank_failed, peer,
               "rank " + std::to_string(peer) + " cannot be reached: " + strerror(errno));
     }
+    fcntl(fd.get(), F_SETFL, fcntl(fd.get(), F_GETFL) & ~O_NONBLOCK);
     pid_t pid = 0;
     if (!same_user(fd.get(), &pid)) {
       give_up(ErrorKind::rank_failed, peer,

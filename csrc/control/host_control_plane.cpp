@@ -231,6 +231,7 @@ void HostControlPlane::post_failure(ErrorKind kind, const std::string& text) {
 
 void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::string& text) {
   if (!usable()) return;
+  bool first = false;
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     RankCell& cell = page_->cells[rank_];
@@ -238,11 +239,12 @@ void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::s
     cell.culprit = culprit;
     cell.failure_kind = static_cast<int32_t>(kind);
     std::memcpy(cell.failure_text, text.data(), fitting(text, kFailureText - 1));
+    // Release: who reads the number with acquire sees the text. Still with the lock: a thread of
+    // this rank that finds the text written relies on there being a failure.
+    int32_t none = 0;
+    first =
+        page_->first_failure.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
   }
-  int32_t none = 0;
-  // Release: who reads the number with acquire sees the text.
-  const bool first =
-      page_->first_failure.compare_exchange_strong(none, rank_ + 1, std::memory_order_acq_rel);
   bells_.ring_all();
   if (!first) return;
   // Wakes the watch of every other rank: its main thread may sleep in something that is not ours.

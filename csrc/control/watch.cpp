@@ -1,7 +1,6 @@
 #include "control/watch.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -14,6 +13,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "base/quiet_thread.h"
 
 namespace hvd {
 namespace {
@@ -120,13 +120,7 @@ Watch::Watch(const std::vector<WatchedPeer>& peers, std::function<void(int, std:
     entry.pidfd = open_pidfd(peer.pid);
     entries_.push_back(std::move(entry));
   }
-  // Signals belong to the main thread, where Python looks for them.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::make_unique<std::thread>([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread_->native_handle(), "hvd-watch");
+  thread_ = start_quiet_thread("hvd-watch", [this] { run(); });
 }
 
 Watch::~Watch() {

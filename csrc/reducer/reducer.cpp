@@ -153,23 +153,35 @@ std::string Reducer::describe_work() const {
 void Reducer::collect_records(const Wait& settings) {
   Wait wait = settings;
   wait.describe = [this] { return describe_records(); };
-  wait_or_abandon([this] { return channel_->poll() ? Step::done : communicator_->drive(); }, wait);
-  records_.clear();
-  for (const std::string& bytes : channel_->records()) {
-    records_.push_back(FlushRecord::decode(bytes));
+  or_abandon([&] {
+    wait_for([this] { return channel_->poll() ? Step::done : communicator_->drive(); }, wait);
+    records_.clear();
+    for (const std::string& bytes : channel_->records()) {
+      records_.push_back(FlushRecord::decode(bytes));
+    }
+  });
+}
+
+void Reducer::wait_for(const std::function<Step()>& step, const Wait& wait) {
+  const Communicator::Helping helping(*communicator_);
+  communicator_->control().wait(step, wait, communicator_->members());
+}
+
+// Where the round cannot be ended in agreement with the others: nothing may touch the gradients
+// after the exception has left.
+void Reducer::or_abandon(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (...) {
+    give_up();
+    throw;
   }
 }
 
-void Reducer::wait_or_abandon(const std::function<Step()>& step, const Wait& wait) {
-  try {
-    const Communicator::Helping helping(*communicator_);
-    communicator_->control().wait(step, wait, communicator_->members());
-  } catch (...) {
-    communicator_->abandon();
-    broken_ = true;
-    end_round();
-    throw;
-  }
+void Reducer::give_up() {
+  communicator_->abandon();
+  broken_ = true;
+  end_round();
 }
 
 // After a wait that was broken off the ranks may be in the middle of a round: nothing can follow.
@@ -252,6 +264,7 @@ std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait
     drain(wait);
     throw;
   }
+  exchanged_ = true;
   extra_needed_ = false;
   present_.assign(parameters_.size(), false);
   for (const FlushRecord& record : records_) {
@@ -275,61 +288,71 @@ void Reducer::provide(uint32_t index, void* gradient) {
   taken_.push_back(index);
 }
 
-void Reducer::complete(const Wait& wait) {
-  const uint64_t started = now_ns();
+std::vector<std::vector<uint32_t>> Reducer::plan_extra_round() const {
+  std::vector<uint32_t> order;
+  // Fewer and larger buckets than usual if need be: the slots for extra rounds are few.
+  uint64_t bytes = 0;
+  for (uint32_t index = 0; index < present_.size(); ++index) {
+    if (!present_[index]) continue;
+    order.push_back(index);
+    bytes += plan_parameters_[index].count * size_of(plan_parameters_[index].dtype);
+  }
+  const uint64_t cap = std::max(settings_.bucket_bytes, bytes / (kExtraSlots / 4) + 1);
+  return plan_buckets(order, plan_parameters_, cap);
+}
+
+std::vector<std::vector<uint32_t>> Reducer::plan_arrivals() const {
+  std::vector<std::vector<uint32_t>> arrivals;
+  for (const FlushRecord& record : records_) arrivals.push_back(record.arrivals);
+  return plan_buckets(agree_on_order(arrivals), plan_parameters_, settings_.bucket_bytes);
+}
+
+void Reducer::post_rest(std::vector<std::vector<uint32_t>> planned) {
   if (extra_) {
-    std::vector<uint32_t> order;
-    for (uint32_t index = 0; index < present_.size(); ++index) {
-      if (present_[index]) order.push_back(index);
-    }
-    // Fewer and larger buckets than usual if need be: the slots for extra rounds are few.
-    uint64_t bytes = 0;
-    for (const uint32_t index : order) {
-      bytes += plan_parameters_[index].count * size_of(plan_parameters_[index].dtype);
-    }
-    const uint64_t cap = std::max(settings_.bucket_bytes, bytes / (kExtraSlots / 4) + 1);
-    for (auto& parameters : plan_buckets(order, plan_parameters_, cap)) {
-      if (extra_buckets_.size() == kExtraSlots) {
-        end_round();
-        throw Error(ErrorKind::error,
-                    "gradients that fire twice in one backward come in more "
-                    "than " +
-                        std::to_string(kExtraSlots) + " types and optimizers");
-      }
+    for (auto& parameters : planned) {
       extra_buckets_.push_back(make_bucket(
           std::move(parameters), "extra bucket " + std::to_string(extra_buckets_.size())));
     }
     for (size_t i = 0; i < extra_buckets_.size(); ++i) {
       post(kBucketSlots + static_cast<uint32_t>(i), extra_buckets_[i]);
     }
-  } else {
-    std::vector<std::vector<uint32_t>> arrivals;
-    for (const FlushRecord& record : records_) arrivals.push_back(record.arrivals);
-    for (auto& parameters :
-         plan_buckets(agree_on_order(arrivals), plan_parameters_, settings_.bucket_bytes)) {
-      const auto slot = static_cast<uint32_t>(buckets_.size());
-      if (slot == kBucketSlots) {
-        end_round();
-        throw Error(ErrorKind::bad_argument, "the gradients need more than " +
-                                                 std::to_string(kBucketSlots) +
-                                                 " buckets; raise bucket_cap_mb");
-      }
-      for (size_t place = 0; place < parameters.size(); ++place) {
-        State& state = parameters_[parameters[place]];
-        state.bucket = slot;
-        state.place = static_cast<uint32_t>(place);
-      }
-      buckets_.push_back(
-          make_bucket(std::move(parameters), "gradient bucket " + std::to_string(slot)));
-    }
-    for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
-      Bucket& bucket = buckets_[slot];
-      if (bucket.work) continue;
-      const bool wanted = std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
-                                      [&](uint32_t index) { return present_[index]; });
-      if (wanted) post(slot, bucket);
-    }
+    return;
   }
+  for (auto& parameters : planned) {
+    const auto slot = static_cast<uint32_t>(buckets_.size());
+    for (size_t place = 0; place < parameters.size(); ++place) {
+      State& state = parameters_[parameters[place]];
+      state.bucket = slot;
+      state.place = static_cast<uint32_t>(place);
+    }
+    buckets_.push_back(
+        make_bucket(std::move(parameters), "gradient bucket " + std::to_string(slot)));
+  }
+  for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
+    Bucket& bucket = buckets_[slot];
+    if (bucket.work) continue;
+    const bool wanted = std::any_of(bucket.parameters.begin(), bucket.parameters.end(),
+                                    [&](uint32_t index) { return present_[index]; });
+    if (wanted) post(slot, bucket);
+  }
+}
+
+void Reducer::complete(const Wait& wait) {
+  const uint64_t started = now_ns();
+  auto planned = extra_ ? plan_extra_round() : plan_arrivals();
+  // All ranks come to the same conclusion, before anything has changed.
+  if (extra_ && planned.size() > kExtraSlots) {
+    drain(wait);
+    throw Error(ErrorKind::error, "gradients that fire twice in one backward come in more than " +
+                                      std::to_string(kExtraSlots) + " types and optimizers");
+  }
+  if (!extra_ && buckets_.size() + planned.size() > kBucketSlots) {
+    drain(wait);
+    throw Error(ErrorKind::bad_argument, "the gradients need more than " +
+                                             std::to_string(kBucketSlots) +
+                                             " buckets; raise bucket_cap_mb");
+  }
+  or_abandon([&] { post_rest(std::move(planned)); });
   wait_for_work(wait);
   std::unique_ptr<Error> error;
   for (auto* buckets : {&buckets_, &extra_buckets_}) {
@@ -371,7 +394,8 @@ void Reducer::wait_for_work(const Wait& settings) {
     }
     return true;
   };
-  wait_or_abandon([&] { return all_done() ? Step::done : communicator_->drive(); }, wait);
+  or_abandon(
+      [&] { wait_for([&] { return all_done() ? Step::done : communicator_->drive(); }, wait); });
 }
 
 // After records that end the round: what all ranks posted runs to its end, because some may have
@@ -406,11 +430,20 @@ void Reducer::end_round() {
   extra_buckets_.clear();
   extra_ = false;
   failed_ = false;
+  exchanged_ = false;
   ++round_;
 }
 
 void Reducer::fail(const std::string& text) {
   if (broken_ || closed_) return;
+  if (exchanged_) {
+    // The others count on what this rank announced, and post and wait accordingly.
+    communicator_->control().post_failure(
+        ErrorKind::rank_failed, "rank " + std::to_string(communicator_->control().rank()) +
+                                    " failed in the middle of a reduction: " + text);
+    give_up();
+    return;
+  }
   FlushRecord own;
   own.flags = FlushRecord::kFailed;
   own.round = round_;

@@ -109,7 +109,12 @@ class Reducer {
   Bucket make_bucket(std::vector<uint32_t> parameters, const std::string& title) const;
   void post(uint32_t slot, Bucket& bucket);
   void collect_records(const Wait& wait);
-  void wait_or_abandon(const std::function<Step()>& step, const Wait& wait);
+  void wait_for(const std::function<Step()>& step, const Wait& wait);
+  void or_abandon(const std::function<void()>& body);
+  void give_up();
+  std::vector<std::vector<uint32_t>> plan_arrivals() const;
+  std::vector<std::vector<uint32_t>> plan_extra_round() const;
+  void post_rest(std::vector<std::vector<uint32_t>> planned);
   void wait_for_work(const Wait& wait);
   std::string describe_records() const;
   std::string describe_work() const;
@@ -133,6 +138,7 @@ class Reducer {
   bool extra_ = false;
   bool extra_needed_ = false;
   bool failed_ = false;
+  bool exchanged_ = false;  // the ranks know what each will post in this round
   bool closed_ = false;
   bool broken_ = false;
   uint64_t round_ = 0;

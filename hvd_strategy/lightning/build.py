@@ -124,6 +124,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
 
     HvdStrategy.__module__ = names.public_module
     HvdStrategy.__qualname__ = HvdStrategy.__name__
+    HvdStrategy.__init__.__qualname__ = "HvdStrategy.__init__"  # as Python's errors name it
     return HvdStrategy
 
 

@@ -257,6 +257,7 @@ class DataParallelStrategy(_Base):
                 self.optimizers,
                 session=self._session,
                 module=self.model,
+                broadcast_parameters=False,  # done, before the optimizers were made
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
             )

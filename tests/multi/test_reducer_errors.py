@@ -437,7 +437,7 @@ def wrong_arguments() -> None:
         (ValueError, "bucket_cap_mb", (named,), {"bucket_cap_mb": -1.0}),
         (ValueError, "bucket_cap_mb", (named,), {"bucket_cap_mb": float("nan")}),
         (ValueError, "bucket_cap_mb", (named,), {"bucket_cap_mb": "25"}),
-        (ValueError, "timeout", (named,), {"timeout": 5}),
+        (ValueError, "timeout", (named,), {"timeout": "5 s"}),
         (ValueError, "timeout", (named,), {"timeout": timedelta(0)}),
         (TypeError, "session", (named,), {"session": "hvd"}),
         (TypeError, "module", (named,), {"module": named}),

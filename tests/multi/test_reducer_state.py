@@ -269,3 +269,26 @@ def replaced(side: Side, how: str) -> State:
 @pytest.mark.parametrize("how", ["new optimizer", "other parameters"])
 def test_replaced_parameters(ranks: Ranks, how: str) -> None:
     ranks(check, replaced, how)
+
+
+# ---- the start ----
+
+
+def starts_from_other_weights() -> list[Tensor]:
+    """Ranks that were seeded differently, as a script without a seed is, start from rank 0's."""
+    session = open_session()
+    torch.manual_seed(session.rank)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model.register_buffer("table", torch.full((3,), session.rank))
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    reducer = GradientReducer(model.named_parameters(), module=model)
+    after = [*model.parameters(), *model.buffers()]
+    if session.rank == 0:
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    reducer.close()
+    return [tensor.detach() for tensor in after]
+
+
+def test_ranks_start_from_rank_zero(ranks: Ranks) -> None:
+    first, second = ranks(starts_from_other_weights)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -83,7 +83,7 @@ def test_signature_can_be_read_by_a_command_line(tree: str) -> None:
     [
         ({"start_method": "interactive"}, r"start_method='interactive' .* \"popen\", \"fork\""),
         ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0.0 is not accepted: it takes a number above 0"),
-        ({"timeout": 30}, r"timeout=30 is not accepted: it takes a datetime.timedelta"),
+        ({"timeout": -30}, r"timeout=-30 is not accepted: it takes a datetime.timedelta"),
         ({"stall_abort_seconds": -1}, r"stall_abort_seconds=-1.0 is not accepted"),
         ({"process_group_backend": "tcp"}, r"process_group_backend='tcp' is not accepted"),
         ({"ddp_comm_hook": print}, r"ddp_comm_hook is not accepted: .* wire_dtype"),

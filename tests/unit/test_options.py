@@ -18,6 +18,7 @@ def test_the_environment_gives_timeouts_in_seconds(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HVD_TIMEOUT", " 1.5 ")
     assert resolve("timeout") == timedelta(seconds=1.5)
     assert resolve("timeout", timedelta(minutes=1)) == timedelta(minutes=1)
+    assert resolve("timeout", 90) == timedelta(seconds=90)
     monkeypatch.delenv("HVD_TIMEOUT")
     assert resolve("timeout") == timedelta(minutes=30)
 
@@ -39,7 +40,10 @@ def test_backends(value: str) -> None:
         ("bucket_cap_mb", float("inf")),
         ("bucket_cap_mb", True),
         ("bucket_cap_mb", "25"),
-        ("timeout", 30),
+        ("timeout", "30"),
+        ("timeout", 0),
+        ("timeout", 1e300),
+        ("timeout", True),
         ("timeout", timedelta(0)),
         ("timeout", timedelta(seconds=-1)),
         ("stall_warning_seconds", -1),

@@ -28,7 +28,7 @@ _REGISTRIES = {
 
 # Strategy name -> (start method, description as shown by Lightning).
 _STRATEGIES = {
-    "hvd": ("auto", "Data-parallel training with hvd-strategy; starts the other ranks by itself"),
+    "hvd": (None, "Data-parallel training with hvd-strategy; starts the other ranks by itself"),
     "hvd_spawn": ("spawn", "The same, ranks started by multiprocessing's spawn"),
     "hvd_fork": ("fork", "The same, ranks forked from this process"),
     "hvd_notebook": ("fork", "The same, from a notebook: ranks forked from its kernel"),

@@ -92,7 +92,17 @@ def _backend(value: str) -> bool:
     return re.fullmatch(rf"auto|gloo|nccl|{pair}(,{pair})*", value) is not None
 
 
+_START_METHODS = ("auto", "popen", "fork", "spawn")
+
 _ALL = (
+    Option(
+        "start_method",
+        str,
+        "auto",
+        lambda value: value in _START_METHODS,
+        ", ".join(f'"{method}"' for method in _START_METHODS),
+        "How ranks come into being that no launcher has started.",
+    ),
     Option(
         "bucket_cap_mb",
         float,

@@ -48,7 +48,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             precision_plugin: the precision. Usually given to the Trainer.
             start_method: how ranks come into being that no launcher has started: "popen" runs the
                 script once per rank, "fork" and "spawn" start processes with multiprocessing;
-                "auto" is "popen", and "fork" in a notebook.
+                "auto" (the default) is "popen", and "fork" in a notebook.
             bucket_cap_mb: gradients are reduced in buckets of at most this size, in MiB (25).
             timeout: deadline of a collective (30 minutes).
             stall_warning_seconds: after this time a wait prints which ranks are missing (60; 0 for
@@ -78,7 +78,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             checkpoint_io: CheckpointIO | None = None,
             precision_plugin: Precision | None = None,
             *,
-            start_method: Literal["auto", "popen", "fork", "spawn"] = "auto",
+            start_method: Literal["auto", "popen", "fork", "spawn"] | None = None,
             bucket_cap_mb: float | None = None,
             timeout: timedelta | None = None,
             stall_warning_seconds: float | None = None,
@@ -92,7 +92,6 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             ddp_comm_hook: object | None = None,
         ) -> None:
             self._take_options(
-                start_method,
                 ddp_comm_hook,
                 not_needed={
                     "find_unused_parameters": find_unused_parameters,
@@ -100,6 +99,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                     "gradient_as_bucket_view": gradient_as_bucket_view,
                     "broadcast_buffers": broadcast_buffers,
                 },
+                start_method=start_method,
                 bucket_cap_mb=bucket_cap_mb,
                 timeout=timeout,
                 stall_warning_seconds=stall_warning_seconds,

@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 else:
     _MultiProcessingBase = _ScriptBase = object
 
-START_METHODS = ("auto", "popen", "fork", "spawn")
-
-
-def check_start_method(start_method: str) -> str:
-    """Returns a start method as it is, if there is one of that name.
-
-    Raises:
-        ValueError: otherwise, with what is accepted.
-    """
-    if start_method not in START_METHODS:
-        accepted = ", ".join(f'"{method}"' for method in START_METHODS)
-        raise ValueError(f"start_method={start_method!r} is not accepted: it takes {accepted}.")
-    return start_method
-
 
 class ScriptLauncher(_ScriptBase):
     """Runs the script once per rank, where no launcher has started the ranks.
@@ -108,9 +94,7 @@ def launcher_classes(
 
 
 __all__ = [
-    "START_METHODS",
     "MultiProcessingLauncher",
     "ScriptLauncher",
-    "check_start_method",
     "launcher_classes",
 ]

@@ -29,7 +29,7 @@ from hvd_strategy.lightning import collectives
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
-from hvd_strategy.lightning.launch import check_start_method, launcher_classes
+from hvd_strategy.lightning.launch import launcher_classes
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.options import resolve
 from hvd_strategy.session import Session, open_session
@@ -69,9 +69,7 @@ class DataParallelStrategy(_Base):
     # checkpoint, they do without the other ranks.
     _failed = False
 
-    def _take_options(
-        self, start_method: str, ddp_comm_hook: Any, not_needed: dict[str, Any], **options: Any
-    ) -> None:
+    def _take_options(self, ddp_comm_hook: Any, not_needed: dict[str, Any], **options: Any) -> None:
         """Checks the arguments that are not Lightning's own. Touches nothing else."""
         if ddp_comm_hook is not None:
             raise ValueError(
@@ -79,7 +77,6 @@ class DataParallelStrategy(_Base):
                 "buckets. Compressed gradients will be the argument wire_dtype, which this version "
                 "does not have yet; leave ddp_comm_hook out."
             )
-        self._wanted_start_method = check_start_method(start_method)
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -182,7 +179,7 @@ class DataParallelStrategy(_Base):
 
     @override
     def _configure_launcher(self) -> None:
-        method = self._wanted_start_method
+        method = self._options["start_method"]
         environment = self.cluster_environment
         if method == "auto":
             interactive = lightning_is_interactive(self._tree.fabric)
@@ -193,12 +190,12 @@ class DataParallelStrategy(_Base):
         ):
             # The ranks exist already; this launcher starts none in that case.
             method = "popen"
-        self._start_method = method  # type: ignore[assignment]
+        self._start_method = method
         script, multiprocessing = launcher_classes(self._tree.name)
         self._launcher = (
             script(environment, self.num_processes, self.num_nodes)
             if method == "popen"
-            else multiprocessing(self, start_method=method)  # type: ignore[arg-type]
+            else multiprocessing(self, start_method=method)
         )
 
     # ---- life cycle

@@ -102,6 +102,9 @@ def test_arguments_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert HvdStrategy()._options["bucket_cap_mb"] == 7
     assert HvdStrategy(bucket_cap_mb=5)._options["bucket_cap_mb"] == 5
     assert HvdStrategy()._options["timeout"] == timedelta(seconds=11)
+    monkeypatch.setenv("HVD_START_METHOD", "spawn")
+    assert HvdStrategy()._options["start_method"] == "spawn"
+    assert HvdStrategy(start_method="fork")._options["start_method"] == "fork"
 
 
 def test_other_devices_than_cpus_are_refused() -> None:

@@ -179,4 +179,4 @@ assert type(strategy) is strategy_class("{tree}")
 assert isinstance(strategy, pl.strategies.DDPStrategy), type(strategy).__mro__
 print(*(registry[name]["init_params"]["start_method"] for name in "{NAMES}".split()))
 """)
-    assert done.stdout.split() == ["auto", "fork", "fork", "spawn"]
+    assert done.stdout.split() == ["None", "fork", "fork", "spawn"]

@@ -263,16 +263,19 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
 // ---- waiting, the thread, the end ----
 
 void SharedMemoryCommunicator::run(const std::shared_ptr<Work>& work, Wait settings) {
-  // Another thread of this rank may be inside a collective for long.
-  std::unique_lock<std::timed_mutex> in_order(in_order_mutex_, std::defer_lock);
-  const uint64_t asked = now_ns();
-  while (!in_order.try_lock_for(std::chrono::milliseconds(100))) {
+  // Another thread of this rank may be inside a collective for long. Polled, because waits of the
+  // standard library with a deadline are unknown to older ThreadSanitizers.
+  std::unique_lock<std::mutex> in_order(in_order_mutex_, std::try_to_lock);
+  const uint64_t asked = in_order.owns_lock() ? 0 : now_ns();
+  while (!in_order.owns_lock()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (settings.interrupt != nullptr && *settings.interrupt) (*settings.interrupt)();
     if (settings.timeout_ns != 0 && now_ns() - asked >= settings.timeout_ns) {
       throw Error(ErrorKind::timeout, "rank " + std::to_string(control_->rank()) +
                                           " could not start " + work->name +
                                           ": another thread of it is still in a collective");
     }
+    (void)in_order.try_lock();
   }
   const uint64_t number = in_order_count_++;
   const auto slot = static_cast<uint32_t>(kSlots + number % kInOrderSlots);

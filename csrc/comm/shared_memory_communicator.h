@@ -149,7 +149,7 @@ class SharedMemoryCommunicator final : public Communicator {
   bool thread_idle_ = false;
   std::unique_ptr<std::thread> thread_;
 
-  std::timed_mutex in_order_mutex_;
+  std::mutex in_order_mutex_;
   uint64_t in_order_count_ = 0;
 };
 

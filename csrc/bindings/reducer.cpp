@@ -27,7 +27,6 @@ struct Names {
   nb::object dtype = nb::steal(PyUnicode_InternFromString("dtype"));
   nb::object nbytes = nb::steal(PyUnicode_InternFromString("nbytes"));
   nb::object is_cpu = nb::steal(PyUnicode_InternFromString("is_cpu"));
-  nb::object layout = nb::steal(PyUnicode_InternFromString("layout"));
   nb::object is_contiguous = nb::steal(PyUnicode_InternFromString("is_contiguous"));
   nb::object stride = nb::steal(PyUnicode_InternFromString("stride"));
   nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));

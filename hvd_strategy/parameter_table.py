@@ -196,9 +196,7 @@ class ParameterTable:
 
     def keep_hooks_last(self) -> None:
         """Has every parameter call our hook behind all others: the user's edits count."""
-        for index, (parameter, handle) in enumerate(
-            zip(self.parameters, self._hooks, strict=True)
-        ):
+        for index, (parameter, handle) in enumerate(zip(self.parameters, self._hooks, strict=True)):
             hooks = post_accumulate_hooks(parameter)
             if handle.id in hooks and next(reversed(hooks)) != handle.id:
                 # Not move_to_end: torch walks the dictionary below, which knows no such order.

@@ -100,6 +100,15 @@ def own_parameters(module: Any) -> dict[str, Any]:
     return parameters
 
 
+def own_modules(module: Any) -> dict[str, Any]:
+    """The submodules that a module itself holds, by attribute; the values may be None.
+
+    torch.nn.Module._modules; tested with torch 2.13.
+    """
+    modules: dict[str, Any] = module._modules
+    return modules
+
+
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows whenever the tensor is written to in place.
 

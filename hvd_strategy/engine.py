@@ -247,27 +247,26 @@ class GradientReducer:
         self._table.make_equal(named)
         self._table.add(named)
         if self._watch is not None:
-            self._watch.settled()
+            self._watch.learn()
 
     def _settle_changes(self) -> None:
         """Takes up parameters that were replaced or converted. Collective."""
         table = self._table
-        replaced, new = ({}, []) if self._watch is None else self._watch.unknown()
-        now = dict(enumerate(table.parameters)) | replaced
-        # Replaced ones under their old names: on other ranks they may be the old objects.
-        table.check_agreement([(table.names[index], now[index]) for index in now] + new)
-        for index, parameter in replaced.items():
-            table.replace(index, parameter)
+        new: Named = []
+        if self._watch is not None:
+            self._watch.look([], 0)
+            _, new = self._watch.unknown()
+        known = list(zip(table.names, table.parameters, strict=True))
+        table.check_agreement(known + new)
         for index in range(len(table)):
             if table.is_changed(index):
                 table.redefine(index)
         for index in self._converted:
             self._core.set_dirty(index, True)
         self._converted.clear()
+        table.make_equal(known)
         if new:
             self._take_up(new)
-        elif self._watch is not None:
-            self._watch.settled()
 
     # ---- one backward ----
 
@@ -349,10 +348,13 @@ class GradientReducer:
         core = self._core
         self._flushes += 1
         with self._telling_the_others():
-            self._take_rest()
+            self._take_noted()
+            changed = self._watch is not None and self._watch.look(core.absent(), self._flushes)
+            for index in self._unreduced():
+                core.take(index, self._table.parameters[index])
             if self._sparse.pending:
                 flags |= _core.FLUSH_SPARSE
-            if self._converted or self._module_changed():
+            if changed or self._converted:
                 flags |= _core.FLUSH_CHANGED
         lacking = self._exchange(flags)
         announced = core.announced
@@ -380,10 +382,9 @@ class GradientReducer:
         lacking: list[int] = self._core.exchange(gate.steps, flags, gate.digest, gate.last)
         return lacking
 
-    def _take_rest(self) -> None:
-        """Takes all gradients of this rank that the hooks have not taken already."""
-        core = self._core
-        arrived, written = core.take_noted()
+    def _take_noted(self) -> None:
+        """Takes the gradients of this backward that the hooks have left in place."""
+        arrived, written = self._core.take_noted()
         if written:
             names = in_words(self._table.names[index] for index in written)
             raise HvdError(
@@ -391,17 +392,9 @@ class GradientReducer:
                 "steps inside a hook would use gradients that are not reduced yet, and ranks would "
                 "drift apart. Step it after backward() has returned."
             )
-        for index in self._unreduced():
-            core.take(index, self._table.parameters[index])
         if arrived:
             # From the next backward on, hooks take gradients early: after the user's hooks.
             self._table.keep_hooks_last()
-
-    def _module_changed(self) -> bool:
-        if self._watch is None:
-            return False
-        absent = [index for index in self._core.absent() if index not in self._sparse.pending]
-        return self._watch.finds_change(absent, self._flushes)
 
     def _provide(self, lacking: list[int]) -> list[int]:
         """Gives memory for what other ranks have a gradient of, and this one has not.
@@ -410,6 +403,8 @@ class GradientReducer:
         """
         outdated = []
         for index in lacking:
+            if self._watch is not None:
+                self._watch.follow(index)
             parameter = self._table.parameters[index]
             if self._table.is_changed(index):
                 shape, dtype, strides = self._table.form_agreed(index)

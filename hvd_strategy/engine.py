@@ -36,6 +36,7 @@ from hvd_strategy._private_api import (
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
 from hvd_strategy.module_watch import ModuleWatch
+from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
 from hvd_strategy.parameter_table import Named, ParameterTable, in_words
 from hvd_strategy.parameters import gradient_strides, unique, zeros
@@ -45,7 +46,7 @@ from hvd_strategy.sparse import SparseGradients
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer:
+class GradientReducer(ObservedReducer):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
@@ -143,6 +144,7 @@ class GradientReducer:
                 _weakly(self._begin_backward),
                 _weakly(self._accept_gradient),
                 _weakly(self._refuse_other_thread),
+                _weakly(self._look_for_hidden_step),
                 storage_users(),
                 tensor_version,
                 torch.Tensor,
@@ -291,6 +293,13 @@ class GradientReducer:
             f"second thread while {_TWO_BACKWARDS}"
         )
 
+    def _look_for_hidden_step(self, index: int, parameter: Tensor) -> None:
+        """Called by the hook of a gradient that another hook has taken away."""
+        if self._gate.stepped_unseen(index, tensor_version(parameter)):
+            raise HvdError(
+                f"Rank {self._session.rank}: {_stepped_inside([self._table.names[index]])}"
+            )
+
     def _end_of_backward(self) -> None:
         node = current_autograd_node()
         if node is None:
@@ -386,12 +395,8 @@ class GradientReducer:
         """Takes the gradients of this backward that the hooks have left in place."""
         arrived, written = self._core.take_noted()
         if written:
-            names = in_words(self._table.names[index] for index in written)
-            raise HvdError(
-                f"Rank {self._session.rank}: {names} changed while backward ran. An optimizer that "
-                "steps inside a hook would use gradients that are not reduced yet, and ranks would "
-                "drift apart. Step it after backward() has returned."
-            )
+            names = [self._table.names[index] for index in written]
+            raise HvdError(f"Rank {self._session.rank}: {_stepped_inside(names)}")
         if arrived:
             # From the next backward on, hooks take gradients early: after the user's hooks.
             self._table.keep_hooks_last()
@@ -558,53 +563,6 @@ class GradientReducer:
         finally:
             self._core.local = before
 
-    def statistics(self) -> dict[str, float]:
-        """Counters since the reducer was created.
-
-        Returns:
-            backwards: Reduced backwards.
-            communication_seconds: Time during which a reduction was under way.
-            exposed_seconds: Time the training thread waited for it at the end of backward.
-            hidden_share: 1 - exposed / communication; 0 when there was none.
-        """
-        if self._core is None:
-            return {
-                "backwards": 0,
-                "communication_seconds": 0.0,
-                "exposed_seconds": 0.0,
-                "hidden_share": 0.0,
-            }
-        counters: dict[str, float] = self._core.statistics()
-        busy = counters["communication_seconds"]
-        hidden = 1.0 - counters["exposed_seconds"] / busy if busy > 0 else 0.0
-        return {**counters, "hidden_share": max(0.0, hidden)}
-
-    def buckets(self) -> list[list[int]]:
-        """Parameter numbers (in order of their names) of each bucket formed so far."""
-        return [] if self._core is None else [bucket for bucket in self._core.buckets() if bucket]
-
-    def by_products(self, parameter: Tensor) -> tuple[float, bool] | None:
-        """Sum of squares and finite flag of the parameter's last reduced gradient.
-
-        None when it was not reduced in the last backward, or without `gradient_norms=True`.
-        """
-        index = None if self._core is None else self._table.index_of(parameter)
-        if index is None:
-            return None
-        found: tuple[float, bool] | None = self._core.by_products(index)
-        return found
-
-    def record_events(self, capacity: int = 100_000) -> None:
-        """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
-        if capacity < 0:
-            raise ValueError(f"capacity={capacity} is not accepted: it takes a number of events.")
-        if self._core is not None:
-            self._core.record_events(capacity)
-
-    def events(self) -> list[tuple[str, int, int, float]]:
-        """Recorded events as (kind, parameter or bucket, backward, seconds), oldest first."""
-        return [] if self._core is None else self._core.events()
-
 
 class _EndOfBackward:
     """The callback at the end of a backward; notices when it is dropped without a call."""
@@ -631,6 +589,14 @@ _TWO_BACKWARDS = (
     "backward at a time: run them one after the other, or give each thread a model and a reducer "
     "of its own."
 )
+
+
+def _stepped_inside(names: list[str]) -> str:
+    return (
+        f"{in_words(names)} changed while backward ran. An optimizer that steps inside a hook uses "
+        "gradients that are not reduced yet, and ranks drift apart. Step it after backward() has "
+        "returned."
+    )
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ class Gate:
     """The optimizers, in the order in which they came.
 
     Args:
-        before_step: Called with an optimizer, its step's `args` and `kwargs`, before it steps.
         handles: Filled with the handles of the hooks.
 
     Attributes:
@@ -40,6 +39,7 @@ class Gate:
         self.steps = 0
         self.digest = 0
         self.last = 0
+        self._taken_away: dict[int, tuple[int, int]] = {}
 
     def add(
         self,
@@ -87,6 +87,20 @@ class Gate:
         self.steps += 1
         self.last = number + 1
         self.digest = (self.digest * 1_000_003 + self.last) % (1 << _DIGEST_BITS)
+
+    def stepped_unseen(self, index: int, version: int) -> bool:
+        """Whether an optimizer that is none of these has stepped a parameter.
+
+        To be asked whenever a hook of the user has taken the parameter's gradient away: what was
+        written to it since the last time was written by that hook.
+
+        Args:
+            index: Number of the parameter.
+            version: Grows whenever the parameter is written to.
+        """
+        before = self._taken_away.get(index, (version, self.steps))
+        self._taken_away[index] = (version, self.steps)
+        return before[0] != version and before[1] == self.steps
 
     def clear(self) -> None:
         """Forgets the optimizers."""

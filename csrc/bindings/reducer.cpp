@@ -87,7 +87,9 @@ struct HookState {
   // returns one that it can, or None when the front reduces it itself, or raises.
   nb::object on_mismatched;
   nb::object on_intruder;  // called for a gradient of a backward in another thread; raises
-  bool local = false;      // no_sync: gradients stay where they are
+  // Called with (index, parameter) when another hook has taken the gradient away; may raise.
+  nb::object on_nothing;
+  bool local = false;  // no_sync: gradients stay where they are
   bool closed = false;
   bool begun = false;       // on_first was called in this backward
   std::thread::id thread;   // that runs the backward which has begun
@@ -207,7 +209,10 @@ struct HookState {
       return;
     }
     nb::object gradient = get(parameter, names.grad);
-    if (gradient.is_none()) return;
+    if (gradient.is_none()) {
+      on_nothing(index, parameter);
+      return;
+    }
     if (!begun) {
       on_first();
       begun = true;
@@ -299,12 +304,14 @@ class PyReducer {
   ~PyReducer() { close(); }
 
   void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object on_intruder,
-                     nb::object storage_users, nb::object version_of, nb::object tensor_class) {
+                     nb::object on_nothing, nb::object storage_users, nb::object version_of,
+                     nb::object tensor_class) {
     state_->describer = std::make_unique<TensorDescriber>(tensor_class);
     state_->tensor_class = std::move(tensor_class);
     state_->on_first = std::move(on_first);
     state_->on_mismatched = std::move(on_mismatched);
     state_->on_intruder = std::move(on_intruder);
+    state_->on_nothing = std::move(on_nothing);
     state_->storage_users = std::move(storage_users);
     state_->version_of = std::move(version_of);
   }
@@ -494,6 +501,7 @@ class PyReducer {
     state_->on_first = nb::object();
     state_->on_mismatched = nb::object();
     state_->on_intruder = nb::object();
+    state_->on_nothing = nb::object();
   }
 
  private:
@@ -545,8 +553,8 @@ void bind_reducer(nb::module_& module) {
            nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
            nb::arg("timeout"))
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
-           nb::arg("on_mismatched"), nb::arg("on_intruder"), nb::arg("storage_users"),
-           nb::arg("version_of"), nb::arg("tensor_class"))
+           nb::arg("on_mismatched"), nb::arg("on_intruder"), nb::arg("on_nothing"),
+           nb::arg("storage_users"), nb::arg("version_of"), nb::arg("tensor_class"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(), nb::arg("nbytes"),
            nb::arg("strides").none())

@@ -401,6 +401,40 @@ def step_inside_backward() -> None:
     trains(session)
 
 
+def unknown_step_inside_backward(when: str) -> None:
+    """An optimizer that nobody told the reducer of, in a hook from before or after it."""
+    session = open_session()
+    torch.manual_seed(0)
+    model = small_net()
+    of = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        of[parameter].step()
+        of[parameter].zero_grad()
+
+    side = Together(session)
+    if when == "after":
+        side.reduce(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    if when == "before":
+        side.reduce(model)
+
+    def train() -> None:
+        for number in range(2):
+            square_error(model, number, session.rank).backward()
+
+    with within(5), pytest.raises(HvdError, match="changed while backward ran.*inside a hook"):
+        train()
+    side.close()
+    trains(session)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_step_of_an_unknown_optimizer_inside_backward(ranks: Ranks, when: str) -> None:
+    ranks(unknown_step_inside_backward, when)
+
+
 def test_optimizer_step_inside_backward(ranks: Ranks) -> None:
     ranks(step_inside_backward)
 

@@ -16,8 +16,6 @@ Fronts (Lightning, Accelerate, plain loops) use this class; it knows none of the
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -31,45 +29,53 @@ from torch.optim import Optimizer
 from hvd_strategy import _core
 from hvd_strategy._private_api import (
     current_autograd_node,
-    post_accumulate_hooks,
     queue_end_of_backward,
     storage_users,
+    tensor_version,
 )
 from hvd_strategy.errors import HvdError, MismatchError
+from hvd_strategy.gate import Gate, behind_closure, optimizers_of
+from hvd_strategy.module_watch import ModuleWatch
+from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
-from hvd_strategy.parameters import (
-    WIRE_NAMES,
-    describe,
-    first_difference,
-    may_be_lazy,
-    unique,
-    zeros,
-)
+from hvd_strategy.parameter_table import Named, ParameterTable, in_words
+from hvd_strategy.parameters import gradient_strides, unique, zeros
 from hvd_strategy.session import Session, open_session
+from hvd_strategy.sparse import SparseGradients
 
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer:
+class GradientReducer(ObservedReducer):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
     and unfrozen later, tied weights, reentrant checkpoints and accumulation over several backwards
-    are right without a flag. A parameter that no rank used keeps its `p.grad` as it was.
+    are right without a flag. A parameter that no rank used keeps its `p.grad` as it was. Sparse
+    gradients stay sparse, and are coalesced.
 
     Every rank has to create its reducers in the same order. Keep a reference to the reducer (the
     optimizer keeps one too): gradients stay local once it is gone.
+
+    Parameters may be converted later (`module.double()`). With `module`, they may also be replaced:
+    by `load_state_dict(assign=True)`, by parametrizations, by other layers. Without it, replaced
+    parameters are found in the optimizers alone; give a new optimizer to `add_optimizer`.
+
+    Thread contract: one backward at a time; reducers of their own may run in several threads.
 
     Args:
         named_parameters: Pairs (name, parameter), as of `model.named_parameters()`; frozen ones
             included. Ranks are matched by name.
         optimizer: The optimizer or optimizers that step these parameters.
         session: The session to work in; by default the process's own, opened if need be.
-        module: The module the parameters belong to, for names of parameters found later.
+        module: The module the parameters belong to. Parameters that it gets later are reduced, too,
+            except those under names that it has now and that are not among `named_parameters`.
         broadcast_parameters: Give all ranks the parameters of rank 0, and the buffers of `module`,
             so that they start equal.
         bucket_cap_mb: Size of a gradient bucket in MiB.
         timeout: Deadline of a reduction.
+        sparse_as_dense: Turn sparse gradients into dense ones, which is faster where most rows are
+            hit; False by default.
         gradient_norms: Compute finite flag and sum of squares of each gradient on the way.
         force: Take the full path in a world of one rank too, where there is nothing to reduce
             (for measurements).
@@ -89,13 +95,15 @@ class GradientReducer:
         broadcast_parameters: bool = True,
         bucket_cap_mb: float | None = None,
         timeout: timedelta | None = None,
+        sparse_as_dense: bool | None = None,
         gradient_norms: bool = False,
         force: bool = False,
     ) -> None:
         self._closed = True  # until everything below stands
         bucket_cap_mb = resolve("bucket_cap_mb", bucket_cap_mb)
         timeout = resolve("timeout", timeout)
-        optimizers = _optimizers_of(optimizer)
+        sparse_as_dense = resolve("sparse_as_dense", sparse_as_dense)
+        optimizers = optimizers_of(optimizer)
         named = unique(named_parameters)
         if session is not None and not isinstance(session, Session):
             raise TypeError(
@@ -109,22 +117,19 @@ class GradientReducer:
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
         self._module = module
-        self._parameters: list[Tensor] = []
-        self._names: list[str] = []
-        self._expected: list[tuple[torch.Size, torch.dtype]] = []
-        self._index: dict[int, int] = {}
-        self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
         self._handles: list[Any] = []
+        self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
         # Not left to __del__: where the collector finds us in a cycle, the handles' weak
         # references are dead by then, and hooks would stay on parameters that live on.
-        self._remove_hooks = weakref.finalize(self, _remove_all, self._handles)
+        self._remove_hooks = weakref.finalize(
+            self, _remove_all, self._handles, self._parameter_hooks
+        )
         self._remove_hooks.atexit = False
-        self._optimizers: list[Optimizer] = []
+        self._gate = Gate(self._handles)
         self._flushes = 0
-        self._flushes_at_gate: list[int] = []
-        self._steps = 0
         self._unnamed = 0
         self._core: Any = None
+        self._watch: ModuleWatch | None = None
         self._active = self._session.size > 1 or force
         if self._active:
             self._core = _core.Reducer(
@@ -138,14 +143,26 @@ class GradientReducer:
             self._core.set_callbacks(
                 _weakly(self._begin_backward),
                 _weakly(self._accept_gradient),
+                _weakly(self._refuse_other_thread),
+                _weakly(self._look_for_hidden_step),
                 storage_users(),
+                tensor_version,
                 torch.Tensor,
             )
+            self._table = ParameterTable(
+                self._core, self._session, self._gate.group_of, self._parameter_hooks
+            )
+            self._sparse = SparseGradients(self._session, sparse_as_dense)
+            # Parameters whose gradient came in another form than the ranks agreed on.
+            self._converted: set[int] = set()
         self._closed = False
         for candidate in optimizers:
             self.add_optimizer(candidate)
         if self._active:
-            self._add_parameters(named)
+            self._table.check_agreement(named)
+            self._table.add(named)
+            if module is not None:
+                self._watch = ModuleWatch(module, self._table, self._handles)
             if broadcast_parameters:
                 self._broadcast(named)
 
@@ -167,13 +184,11 @@ class GradientReducer:
             return
         self._closed = True
         self._remove_hooks()
+        self._watch = self._module = None
+        self._gate.clear()
         if self._core is not None:
             self._core.close()
-        self._parameters.clear()
-        self._parameter_hooks.clear()
-        self._index.clear()
-        self._optimizers.clear()
-        self._flushes_at_gate.clear()
+            self._table.clear()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -189,90 +204,17 @@ class GradientReducer:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Makes the optimizer's `step` a gate: see the module's text."""
-        (optimizer,) = _optimizers_of([optimizer])
-        if not self.active or any(known is optimizer for known in self._optimizers):
+        (optimizer,) = optimizers_of([optimizer])
+        if not self.active or any(known is optimizer for known in self._gate.optimizers):
             return
-        self._optimizers.append(optimizer)
-        self._flushes_at_gate.append(self._flushes)
-        before_step = _weakly(self._before_step)
-        self._handles.append(optimizer.register_step_pre_hook(before_step))
-        # Whoever keeps the optimizer keeps the reducer.
-        self._handles.append(_KeptBy(optimizer, self))
+        self._gate.add(optimizer, _weakly(self._before_step), self, self._flushes)
 
-    def _add_parameters(self, named: list[tuple[str, Tensor]]) -> None:
-        # Sorted by name, so that ranks which register in another order agree all the same.
-        named = sorted(named, key=lambda pair: pair[0])
-        described = [describe(name, parameter) for name, parameter in named]
-        self._check_agreement(described)
-        for (name, parameter), (_, _, dtype, _) in zip(named, described, strict=True):
-            if parameter.dtype not in WIRE_NAMES:
-                continue  # integers: autograd gives them no gradient
-            del dtype
-            self._add_parameter(name, parameter)
-
-    def _broadcast(self, named: list[tuple[str, Tensor]]) -> None:
+    def _broadcast(self, named: Named) -> None:
         tensors = [tensor for _, tensor in sorted(named, key=lambda pair: pair[0])]
         if self._module is not None:
             tensors += [buffer for _, buffer in sorted(self._module.named_buffers())]
         for tensor in tensors:
             self._session.broadcast(tensor.detach())
-
-    def _add_parameter(self, name: str, parameter: Tensor) -> None:
-        index = len(self._parameters)
-        wire, factor = WIRE_NAMES[parameter.dtype]
-        with torch.no_grad():
-            like = torch.empty_like(parameter, device="meta")
-        self._core.add_parameter(
-            name,
-            parameter.numel() * factor,
-            wire,
-            self._group_of(parameter),
-            # None has the core show us each gradient of the parameter (`_accept_gradient`).
-            None if may_be_lazy(parameter) else parameter.dtype,
-            parameter.numel() * parameter.element_size(),
-            None if like.is_contiguous() else like.stride(),
-        )
-        self._parameters.append(parameter)
-        self._names.append(name)
-        self._expected.append((parameter.shape, parameter.dtype))
-        self._index[id(parameter)] = index
-        # Frozen parameters get a hook too, for the day they are unfrozen; torch takes one only
-        # while the parameter requires a gradient.
-        frozen = not parameter.requires_grad
-        if frozen:
-            parameter.requires_grad_(True)
-        try:
-            handle = parameter.register_post_accumulate_grad_hook(self._core.hook(index))
-        finally:
-            if frozen:
-                parameter.requires_grad_(False)
-        self._handles.append(handle)
-        self._parameter_hooks.append(handle)
-        # A gradient from before counts as this rank's: the next flush takes it along.
-        self._core.set_dirty(index, parameter.grad is not None)
-
-    def _group_of(self, parameter: Tensor) -> int:
-        for number, optimizer in enumerate(self._optimizers):
-            for group in optimizer.param_groups:
-                if any(member is parameter for member in group["params"]):
-                    return number + 1
-        return 0
-
-    def _check_agreement(self, described: list[tuple[str, tuple[int, ...], str, Any]]) -> None:
-        """Compares the parameters of all ranks; the same error on every rank where they differ."""
-        exchange = self._session.communicator.exchange
-        digest = hashlib.sha256(pickle.dumps(described, protocol=4)).digest()
-        if len(set(exchange(digest))) == 1:
-            return
-        everybody = [pickle.loads(record) for record in exchange(pickle.dumps(described))]
-        reference = everybody[0]
-        for rank, other in enumerate(everybody):
-            if other != reference:
-                raise MismatchError(
-                    f"Rank {self._session.rank}: ranks train different parameters. "
-                    f"{first_difference(reference, rank, other)}. All ranks have to build the "
-                    "same model; look for code that depends on the rank."
-                )
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Takes up parameters of the optimizer that were not there when the reducer was made."""
@@ -280,14 +222,14 @@ class GradientReducer:
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) not in self._index
+            if parameter not in self._table
         ]
         if not unknown:
             return
         if self._core.must_recover:
             self._core.recover()
         # The others may be in a backward instead: all of us learn of it here.
-        self._core.exchange(self._steps, _core.FLUSH_ADOPTS)
+        self._exchange(_core.FLUSH_ADOPTS)
         self._core.complete()
         names = {}
         if self._module is not None:
@@ -299,7 +241,34 @@ class GradientReducer:
                 name = f"unnamed.{self._unnamed}"
                 self._unnamed += 1
             named.append((name, parameter))
-        self._add_parameters(named)
+        self._table.check_agreement(named)
+        self._take_up(named)
+
+    def _take_up(self, named: Named) -> None:
+        """Adds parameters that came after the start, with the same values on all ranks."""
+        self._table.make_equal(named)
+        self._table.add(named)
+        if self._watch is not None:
+            self._watch.learn()
+
+    def _settle_changes(self) -> None:
+        """Takes up parameters that were replaced or converted. Collective."""
+        table = self._table
+        new: Named = []
+        if self._watch is not None:
+            self._watch.look([], 0)
+            _, new = self._watch.unknown()
+        known = list(zip(table.names, table.parameters, strict=True))
+        table.check_agreement(known + new)
+        for index in range(len(table)):
+            if table.is_changed(index):
+                table.redefine(index)
+        for index in self._converted:
+            self._core.set_dirty(index, True)
+        self._converted.clear()
+        table.make_equal(known)
+        if new:
+            self._take_up(new)
 
     # ---- one backward ----
 
@@ -316,6 +285,20 @@ class GradientReducer:
             self._fail(problem)
             raise HvdError(f"Rank {self._session.rank}: {problem}")
         queue_end_of_backward(_EndOfBackward(self))
+
+    def _refuse_other_thread(self, index: int) -> None:
+        """Called by the hook of a gradient that comes from another thread's backward."""
+        raise HvdError(
+            f"Rank {self._session.rank}: a gradient of '{self._table.names[index]}' came from a "
+            f"second thread while {_TWO_BACKWARDS}"
+        )
+
+    def _look_for_hidden_step(self, index: int, parameter: Tensor) -> None:
+        """Called by the hook of a gradient that another hook has taken away."""
+        if self._gate.stepped_unseen(index, tensor_version(parameter)):
+            raise HvdError(
+                f"Rank {self._session.rank}: {_stepped_inside([self._table.names[index]])}"
+            )
 
     def _end_of_backward(self) -> None:
         node = current_autograd_node()
@@ -337,28 +320,108 @@ class GradientReducer:
         self._flushes += 1  # the others count this round, too
         self._core.fail(text)
         self._core.begun = False  # the next backward begins by recovering
+        self._drop_deferred()
+
+    def _drop_deferred(self) -> None:
+        """The gradients of a failed round go, also those that the core never had."""
+        for index in self._sparse.pending | self._converted:
+            self._table.parameters[index].grad = None
+        self._sparse.pending.clear()
+        self._converted.clear()
 
     def _flush(self, flags: int = 0) -> None:
+        if self._core.must_recover:
+            self._core.recover()
+        if self._core.intruded:
+            problem = f"gradients came from a second thread while {_TWO_BACKWARDS}"
+            self._fail(problem)
+            raise HvdError(f"Rank {self._session.rank}: {problem}")
+        try:
+            if self._reduce_round(flags):
+                with self._ending_the_job():
+                    self._settle_changes()
+                if self._reduce_round(flags):
+                    raise HvdError(
+                        f"Rank {self._session.rank}: parameters change faster than the ranks can "
+                        "agree on them; convert or replace them between two steps."
+                    )
+        except BaseException:
+            self._drop_deferred()
+            raise
+
+    def _reduce_round(self, flags: int) -> bool:
+        """Reduces what there is. True when parameters have changed: the ranks have to agree first.
+
+        Those are left out, with their gradients in place, and take part in the next round.
+        """
         core = self._core
-        if core.must_recover:
-            core.recover()
         self._flushes += 1
         with self._telling_the_others():
-            arrived = core.take_noted()
+            self._take_noted()
+            changed = self._watch is not None and self._watch.look(core.absent(), self._flushes)
             for index in self._unreduced():
-                core.take(index, self._parameters[index])
-            if arrived:
-                # From the next backward on, hooks take gradients early: after the user's hooks.
-                self._keep_hooks_last()
-        lacking = core.exchange(self._steps, flags)
+                core.take(index, self._table.parameters[index])
+            if self._sparse.pending:
+                flags |= _core.FLUSH_SPARSE
+            if changed or self._converted:
+                flags |= _core.FLUSH_CHANGED
+        lacking = self._exchange(flags)
+        announced = core.announced
         with self._telling_the_others():
-            for index in lacking:
-                parameter = self._parameters[index]
-                # A gradient kept from an earlier step counts; without one this rank adds nothing.
-                gradient = parameter.grad
-                core.provide(index, parameter, zeros(parameter) if gradient is None else gradient)
+            outdated = self._provide(lacking)
         if core.complete():
             self._extra_round()
+        if announced & _core.FLUSH_SPARSE:
+            with self._ending_the_job():
+                for index in self._sparse.reduce(self._table.parameters, self._table.names):
+                    core.set_dirty(index, False)
+        if outdated and not announced & _core.FLUSH_CHANGED:
+            names = in_words(self._table.names[index] for index in outdated)
+            problem = (
+                f"{names} came with a gradient on other ranks, but has another shape, dtype or "
+                "strides on this rank than when the ranks agreed on them. All ranks have to "
+                "convert the model before the same step."
+            )
+            self._fail(problem)
+            raise MismatchError(f"Rank {self._session.rank}: {problem}")
+        return bool(announced & _core.FLUSH_CHANGED)
+
+    def _exchange(self, flags: int) -> list[int]:
+        gate = self._gate
+        lacking: list[int] = self._core.exchange(gate.steps, flags, gate.digest, gate.last)
+        return lacking
+
+    def _take_noted(self) -> None:
+        """Takes the gradients of this backward that the hooks have left in place."""
+        arrived, written = self._core.take_noted()
+        if written:
+            names = [self._table.names[index] for index in written]
+            raise HvdError(f"Rank {self._session.rank}: {_stepped_inside(names)}")
+        if arrived:
+            # From the next backward on, hooks take gradients early: after the user's hooks.
+            self._table.keep_hooks_last()
+
+    def _provide(self, lacking: list[int]) -> list[int]:
+        """Gives memory for what other ranks have a gradient of, and this one has not.
+
+        Returns those whose form is not the agreed one any more: what the others have is lost here.
+        """
+        outdated = []
+        for index in lacking:
+            if self._watch is not None:
+                self._watch.follow(index)
+            parameter = self._table.parameters[index]
+            if self._table.is_changed(index):
+                shape, dtype, strides = self._table.form_agreed(index)
+                scratch = torch.empty_strided(shape, strides, dtype=dtype).zero_()
+                self._core.provide(index, None, scratch)
+                outdated.append(index)
+                continue
+            # A gradient kept from an earlier step counts; without one this rank adds nothing.
+            gradient = zeros(parameter) if parameter.grad is None else parameter.grad
+            self._core.provide(index, parameter, _dense(gradient))
+            self._sparse.pending.discard(index)
+        return outdated
 
     @contextmanager
     def _telling_the_others(self) -> Generator[None, None, None]:
@@ -370,18 +433,22 @@ class GradientReducer:
             self._core.begun = False
             raise
 
-    def _keep_hooks_last(self) -> None:
-        for parameter, handle in zip(self._parameters, self._parameter_hooks, strict=True):
-            hooks = post_accumulate_hooks(parameter)
-            if handle.id in hooks and next(reversed(hooks)) != handle.id:
-                # Not move_to_end: torch walks the dictionary below, which knows no such order.
-                hooks[handle.id] = hooks.pop(handle.id)
+    @contextmanager
+    def _ending_the_job(self) -> Generator[None, None, None]:
+        """An exception of this rank alone in the block reaches the others, in their collectives."""
+        try:
+            yield
+        except HvdError:
+            raise  # all ranks have agreed on it, or know of it
+        except BaseException as error:
+            self._session.post_error(f"{type(error).__name__}: {error}")
+            raise
 
     def _unreduced(self) -> list[int]:
         """Parameters with a gradient of this rank alone, whose hook did not fire since."""
         indices = []
         for index in self._core.dirty():
-            if self._parameters[index].grad is None:
+            if self._table.parameters[index].grad is None:
                 self._core.set_dirty(index, False)  # the user cleared it
             else:
                 indices.append(index)
@@ -389,46 +456,45 @@ class GradientReducer:
 
     def _extra_round(self) -> None:
         """Reduces what fired again after its bucket had left, and adds it to the gradients."""
-        core = self._core
+        core, parameters = self._core, self._table.parameters
         deltas: dict[int, Tensor] = {}
         with self._telling_the_others():
             for index, _, delta in core.begin_extra_round():
+                delta = _dense(delta)
                 deltas[index] = deltas[index] + delta if index in deltas else delta
             for index, delta in deltas.items():
-                core.take_delta(index, self._parameters[index], delta, False)
-        lacking = core.exchange(self._steps, _core.FLUSH_EXTRA)
+                core.take_delta(index, parameters[index], delta, False)
+        lacking = self._exchange(_core.FLUSH_EXTRA)
         with self._telling_the_others():
             for index in lacking:
-                parameter = self._parameters[index]
-                core.take_delta(index, parameter, zeros(parameter), True)
+                core.take_delta(index, parameters[index], zeros(parameters[index]), True)
         core.complete_extra()
 
-    def _accept_gradient(self, index: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Makes a gradient that the core can take of one that it cannot, or raises."""
-        problem = ""
+    def _accept_gradient(
+        self, index: int, parameter: Tensor | None, gradient: Tensor
+    ) -> Tensor | None:
+        """Makes a gradient that the core can take of one that it cannot, or raises.
+
+        None: it stays where it is, for the flush to see to.
+        """
         if gradient.layout is not torch.strided:
-            problem = (
-                f"is sparse ({gradient.layout}), which is not supported yet. Create the layer with "
-                "sparse=False."
-            )
-        elif gradient.device.type != "cpu":
-            problem = (
-                f"is on {gradient.device}; only CPU tensors are supported so far. Train with "
+            if not self._sparse.as_dense:
+                self._sparse.pending.add(index)
+                return None
+            gradient = gradient.to_dense()
+        if gradient.device.type != "cpu":
+            raise HvdError(
+                f"Rank {self._session.rank}: the gradient of '{self._table.names[index]}' is on "
+                f"{gradient.device}; only CPU tensors are supported so far. Train with "
                 "accelerator='cpu'."
             )
-        elif (gradient.shape, gradient.dtype) != self._expected[index]:
-            shape, dtype = self._expected[index]
-            problem = (
-                f"is a {tuple(gradient.shape)} {gradient.dtype}, but the parameter was a "
-                f"{tuple(shape)} {dtype} when the GradientReducer was created. Convert and reshape "
-                "the model first, then create the reducer."
-            )
-        if problem:
-            raise HvdError(
-                f"Rank {self._session.rank}: the gradient of '{self._names[index]}' {problem}"
-            )
+        if parameter is None:
+            return gradient
+        if self._table.is_changed(index):
+            self._converted.add(index)
+            return None
         gradient = gradient.resolve_conj().resolve_neg()
-        strides = torch.empty_like(parameter, device="meta").stride()
+        strides = gradient_strides(parameter)
         if gradient.stride() == strides or gradient.numel() <= 1:
             return gradient
         return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
@@ -440,20 +506,10 @@ class GradientReducer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.active:
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        changed = behind_closure(args, kwargs, lambda: self.gate(optimizer))
+        if changed is None:
             self.gate(optimizer)
-            return None
-
-        # The gradients come into being inside the closure, so the gate is behind it.
-        def closure_and_gate() -> Any:
-            loss = closure()
-            self.gate(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": closure_and_gate}
-        return (args[0], closure_and_gate, *args[2:]), kwargs
+        return changed
 
     def gate(self, optimizer: Optimizer) -> None:
         """Makes sure that the optimizer's gradients are reduced, before they are used.
@@ -465,11 +521,17 @@ class GradientReducer:
         """
         if not self.active or self._core.local:
             return
-        number = self._number_of(optimizer)
+        number = self._gate.number_of(optimizer)
         if current_autograd_node() is not None:
             raise HvdError(
                 f"Rank {self._session.rank}: optimizer.step() inside backward would use gradients "
                 "that are not reduced yet. Call it after backward() has returned."
+            )
+        if self._core.begun_elsewhere:
+            raise HvdError(
+                f"Rank {self._session.rank}: optimizer.step() in one thread would use gradients "
+                "that a backward in another one is still computing. Call it after that backward "
+                "has returned."
             )
         if self._core.begun:
             # Its error came after the end of an inner backward, and the user keeps the graph.
@@ -479,20 +541,12 @@ class GradientReducer:
                 "graph is still alive. The gradients are dropped on all ranks: free the loss of "
                 "that backward, clear the gradients and run the step again."
             )
-        self._adopt(optimizer)
-        if self._flushes == self._flushes_at_gate[number] or self._unreduced():
+        if self._gate.nothing_reduced_since(number, self._flushes):
             self._flush(_core.FLUSH_AT_GATE)
-        self._flushes_at_gate[number] = self._flushes
-        self._steps += 1
-
-    def _number_of(self, optimizer: Optimizer) -> int:
-        for number, known in enumerate(self._optimizers):
-            if known is optimizer:
-                return number
-        raise ValueError(
-            f"optimizer={type(optimizer).__name__} is not accepted: it takes one that the reducer "
-            "was given, at its creation or by add_optimizer."
-        )
+        self._adopt(optimizer)
+        if self._unreduced():
+            self._flush(_core.FLUSH_AT_GATE)
+        self._gate.passed(number, self._flushes)
 
     # ---- for users ----
 
@@ -508,53 +562,6 @@ class GradientReducer:
             yield
         finally:
             self._core.local = before
-
-    def statistics(self) -> dict[str, float]:
-        """Counters since the reducer was created.
-
-        Returns:
-            backwards: Reduced backwards.
-            communication_seconds: Time during which a reduction was under way.
-            exposed_seconds: Time the training thread waited for it at the end of backward.
-            hidden_share: 1 - exposed / communication; 0 when there was none.
-        """
-        if self._core is None:
-            return {
-                "backwards": 0,
-                "communication_seconds": 0.0,
-                "exposed_seconds": 0.0,
-                "hidden_share": 0.0,
-            }
-        counters: dict[str, float] = self._core.statistics()
-        busy = counters["communication_seconds"]
-        hidden = 1.0 - counters["exposed_seconds"] / busy if busy > 0 else 0.0
-        return {**counters, "hidden_share": max(0.0, hidden)}
-
-    def buckets(self) -> list[list[int]]:
-        """Parameter numbers (in order of their names) of each bucket formed so far."""
-        return [] if self._core is None else self._core.buckets()
-
-    def by_products(self, parameter: Tensor) -> tuple[float, bool] | None:
-        """Sum of squares and finite flag of the parameter's last reduced gradient.
-
-        None when it was not reduced in the last backward, or without `gradient_norms=True`.
-        """
-        index = self._index.get(id(parameter))
-        if self._core is None or index is None:
-            return None
-        found: tuple[float, bool] | None = self._core.by_products(index)
-        return found
-
-    def record_events(self, capacity: int = 100_000) -> None:
-        """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
-        if capacity < 0:
-            raise ValueError(f"capacity={capacity} is not accepted: it takes a number of events.")
-        if self._core is not None:
-            self._core.record_events(capacity)
-
-    def events(self) -> list[tuple[str, int, int, float]]:
-        """Recorded events as (kind, parameter or bucket, backward, seconds), oldest first."""
-        return [] if self._core is None else self._core.events()
 
 
 class _EndOfBackward:
@@ -576,37 +583,31 @@ class _EndOfBackward:
             self._reducer._backward_failed(self._flushes)
 
 
-class _KeptBy:
-    """Ties the reducer's life to the optimizer's, through a hook that does nothing."""
-
-    def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
-        def keep(*_: Any, _reducer: GradientReducer = reducer) -> None:
-            return None
-
-        self._handle = optimizer.register_step_post_hook(keep)
-
-    def remove(self) -> None:
-        self._handle.remove()
+# The end of a sentence that begins with what happened.
+_TWO_BACKWARDS = (
+    "another thread ran a backward over the same parameters. A GradientReducer reduces one "
+    "backward at a time: run them one after the other, or give each thread a model and a reducer "
+    "of its own."
+)
 
 
-def _optimizers_of(optimizer: Any) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    listed = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, Optimizer))
-    optimizers = list(optimizer) if listed else [optimizer]
-    for candidate in optimizers:
-        if not isinstance(candidate, Optimizer):
-            raise TypeError(
-                f"optimizer={candidate!r} is not accepted: it takes a torch.optim.Optimizer, or "
-                "several of them."
-            )
-    return optimizers
+def _stepped_inside(names: list[str]) -> str:
+    return (
+        f"{in_words(names)} changed while backward ran. An optimizer that steps inside a hook uses "
+        "gradients that are not reduced yet, and ranks drift apart. Step it after backward() has "
+        "returned."
+    )
 
 
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _remove_all(*lists: list[Any]) -> None:
+    for handles in lists:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

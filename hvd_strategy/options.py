@@ -25,7 +25,8 @@ class Option:
 
     Attributes:
         name: Name of the keyword argument.
-        type: `float`, `str` or `timedelta`; in the environment a timedelta is a number of seconds.
+        type: `bool`, `float`, `str` or `timedelta`; in the environment a timedelta is a number of
+            seconds, a bool is 1, true, yes, on or 0, false, no, off.
         default: The value where neither argument nor environment gives one.
         check: Whether a value of the right type is acceptable.
         accepts: What is acceptable, in words, for error messages and the documentation.
@@ -64,12 +65,14 @@ class Option:
         """Reads and checks the value of the environment variable."""
         value: Any = text.strip()
         try:
-            if self.type is not str:
+            if self.type is bool:
+                value = _TRUTH[value.lower()]
+            elif self.type is not str:
                 value = float(value)
             if self.type is timedelta:
                 value = timedelta(seconds=value)
             fits = self.check(value)
-        except (ValueError, OverflowError):
+        except (KeyError, ValueError, OverflowError):
             fits = False
         if not fits:
             raise ValueError(
@@ -77,6 +80,14 @@ class Option:
                 f"{self.accepts}."
             )
         return value
+
+
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 def _positive(value: float) -> bool:
@@ -150,6 +161,14 @@ _ALL = (
         _backend,
         '"auto", "gloo", "nccl", or pairs of device and backend such as "cpu:gloo,cuda:nccl"',
         "Backend of torch.distributed's default group, where it does not exist yet.",
+    ),
+    Option(
+        "sparse_as_dense",
+        bool,
+        False,
+        lambda value: True,
+        "True or False",
+        "Sparse gradients are turned into dense ones before they are reduced.",
     ),
 )
 

@@ -18,6 +18,9 @@ WIRE_NAMES = {
     torch.complex128: ("float64", 2),
 }
 
+# Shape, dtype, and strides of the gradient.
+Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+
 
 def unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Checks the pairs and drops repetitions of tied parameters."""
@@ -47,15 +50,34 @@ def unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
     return list(named.values())
 
 
-def describe(name: str, parameter: Tensor) -> tuple[str, tuple[int, ...], str, Any]:
-    """What has to be the same on all ranks: name, shape, dtype, strides of the gradient."""
+def form_of(name: str, parameter: Tensor) -> Form:
+    """What has to be the same on all ranks for a gradient to be reduced.
+
+    Raises:
+        ValueError: The parameter is none whose gradient can be reduced.
+    """
     if parameter.device.type != "cpu":
         raise ValueError(
             f"Parameter '{name}' is on {parameter.device}: only CPU tensors are supported so far. "
             "Train with accelerator='cpu'."
         )
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return name, tuple(parameter.shape), str(parameter.dtype), strides
+    if parameter.layout is not torch.strided:
+        raise ValueError(
+            f"Parameter '{name}' is itself sparse ({parameter.layout}): only dense parameters are "
+            "supported. Their gradients may be sparse."
+        )
+    return tuple(parameter.shape), parameter.dtype, gradient_strides(parameter)
+
+
+def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The strides that autograd gives a gradient of the parameter."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def describe(name: str, form: Form) -> tuple[str, tuple[int, ...], str, tuple[int, ...]]:
+    """Name and form of a parameter, as they travel between ranks."""
+    shape, dtype, strides = form
+    return name, shape, str(dtype), strides
 
 
 def first_difference(

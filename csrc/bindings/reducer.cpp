@@ -11,6 +11,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <thread>
+
 #include "bindings/bindings.h"
 #include "bindings/tensor_view.h"
 #include "session/session.h"
@@ -73,21 +75,36 @@ struct HookState {
   std::shared_ptr<Session> keep_session;
   Names names;
   std::vector<Expected> expected;
-  nb::object on_first;       // called at the first gradient of a backward
-  nb::object on_mismatched;  // called with (index, parameter, gradient) for a gradient that the
-                             // core cannot take as it is; returns one that it can, or raises
-  bool local = false;        // no_sync: gradients stay where they are
+  // By parameter: the dictionary of its post-accumulate hooks, and how many those were when ours
+  // was put behind all others. A user's hook that came since wants to see the gradient, too.
+  struct Hooks {
+    nb::object all;
+    Py_ssize_t count = 0;
+  };
+  std::vector<Hooks> hooks;
+  nb::object on_first;  // called at the first gradient of a backward
+  // Called with (index, parameter, gradient) for a gradient that the core cannot take as it is;
+  // returns one that it can, or None when the front reduces it itself, or raises.
+  nb::object on_mismatched;
+  nb::object on_intruder;  // called for a gradient of a backward in another thread; raises
+  // Called with (index, parameter) when another hook has taken the gradient away; may raise.
+  nb::object on_nothing;
+  bool local = false;  // no_sync: gradients stay where they are
   bool closed = false;
   bool begun = false;       // on_first was called in this backward
+  std::thread::id thread;   // that runs the backward which has begun
+  bool intruded = false;    // another thread's backward came into it
   std::vector<bool> dirty;  // has a gradient that was not reduced
   std::vector<bool> held;   // taken or noted in this round
 
   struct Noted {
     uint32_t index;
     nb::object parameter;
+    nb::object version;  // of the parameter, when it fired
   };
   // Fired, but without a bucket taking the gradient early would gain nothing: it stays where it is
-  // until the flush, so that hooks which users registered after ours see and edit it.
+  // until the flush, so that hooks which users registered after ours see and edit it. So do
+  // gradients that the front reduces itself.
   std::vector<Noted> noted;
 
   struct Taken {
@@ -98,6 +115,7 @@ struct HookState {
   std::vector<Taken> taken;
   std::vector<Taken> again;  // fired a second time after its bucket had left
   nb::object storage_users;  // called with a storage's address: how many objects refer to it
+  nb::object version_of;     // called with a tensor: grows whenever it is written to
   nb::object tensor_class;   // torch.Tensor
   std::unique_ptr<TensorDescriber> describer;
 
@@ -145,20 +163,22 @@ struct HookState {
   }
 
   // Takes the gradient away from the parameter (p.grad = None meanwhile): if the parameter fires
-  // again, autograd cannot add to memory that is being reduced.
-  void take(uint32_t index, nb::handle parameter, nb::object gradient, bool provided) {
+  // again, autograd cannot add to memory that is being reduced. False when the front reduces it.
+  // A parameter of None: nobody will see the result.
+  bool take(uint32_t index, nb::handle parameter, nb::object gradient, bool provided) {
     const Expected& want = expected[index];
     bool usable = false;
     void* memory = usable_memory(gradient, want, &usable);
     if (!usable) {
       gradient = on_mismatched(index, parameter, gradient);
+      if (gradient.is_none()) return false;
       memory = memory_of(gradient);
     }
     if (shares_memory(gradient)) {
       gradient = gradient.attr("clone")();
       memory = memory_of(gradient);
     }
-    set_grad(parameter, names, nb::none());
+    if (!parameter.is_none()) set_grad(parameter, names, nb::none());
     taken.push_back({index, nb::borrow(parameter), std::move(gradient)});
     held[index] = true;
     if (provided) {
@@ -166,6 +186,16 @@ struct HookState {
     } else {
       reducer->take(index, memory);
     }
+    return true;
+  }
+
+  bool is_last_hook(uint32_t index) const {
+    return PyDict_Size(hooks[index].all.ptr()) == hooks[index].count;
+  }
+
+  void note(uint32_t index, nb::handle parameter) {
+    held[index] = true;
+    noted.push_back({index, nb::borrow(parameter), version_of(parameter)});
   }
 
   void* memory_of(const nb::object& gradient) const {
@@ -179,17 +209,22 @@ struct HookState {
       return;
     }
     nb::object gradient = get(parameter, names.grad);
-    if (gradient.is_none()) return;
+    if (gradient.is_none()) {
+      on_nothing(index, parameter);
+      return;
+    }
     if (!begun) {
       on_first();
       begun = true;
+      thread = std::this_thread::get_id();
+    } else if (thread != std::this_thread::get_id()) {
+      intruded = true;
+      on_intruder(index);
     }
     if (!held[index]) {
-      if (reducer->planned(index)) {
-        take(index, parameter, std::move(gradient), false);
-      } else {
-        held[index] = true;
-        noted.push_back({index, nb::borrow(parameter)});
+      if (!reducer->planned(index) || !is_last_hook(index) ||
+          !take(index, parameter, std::move(gradient), false)) {
+        note(index, parameter);
       }
       return;
     }
@@ -207,22 +242,27 @@ struct HookState {
   // Gives every taken gradient back to its parameter.
   void restore() {
     for (Taken& entry : taken) {
-      set_grad(entry.parameter, names, entry.gradient);
+      if (!entry.parameter.is_none()) set_grad(entry.parameter, names, entry.gradient);
       dirty[entry.index] = false;
     }
     forget();
   }
 
-  void take_noted() {
+  // Returns the parameters that were written to since they fired.
+  std::vector<uint32_t> take_noted(bool* arrived) {
+    std::vector<uint32_t> written;
+    for (const Noted& entry : noted) {
+      held[entry.index] = false;
+      if (!version_of(entry.parameter).equal(entry.version)) written.push_back(entry.index);
+    }
+    if (!written.empty()) return written;
     for (const Noted& entry : noted) {
       nb::object gradient = get(entry.parameter, names.grad);
-      if (gradient.is_none()) {
-        held[entry.index] = false;
-      } else {
-        take(entry.index, entry.parameter, std::move(gradient), false);
-      }
+      if (gradient.is_none()) continue;
+      *arrived |= take(entry.index, entry.parameter, std::move(gradient), false);
     }
     noted.clear();
+    return written;
   }
 
   // The round has failed: its gradients are dropped, as those that were taken are.
@@ -239,6 +279,7 @@ struct HookState {
     taken.clear();
     noted.clear();
     begun = false;
+    intruded = false;
   }
 };
 
@@ -262,28 +303,35 @@ class PyReducer {
 
   ~PyReducer() { close(); }
 
-  void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object storage_users,
+  void set_callbacks(nb::object on_first, nb::object on_mismatched, nb::object on_intruder,
+                     nb::object on_nothing, nb::object storage_users, nb::object version_of,
                      nb::object tensor_class) {
     state_->describer = std::make_unique<TensorDescriber>(tensor_class);
     state_->tensor_class = std::move(tensor_class);
     state_->on_first = std::move(on_first);
     state_->on_mismatched = std::move(on_mismatched);
+    state_->on_intruder = std::move(on_intruder);
+    state_->on_nothing = std::move(on_nothing);
     state_->storage_users = std::move(storage_users);
+    state_->version_of = std::move(version_of);
   }
 
   void add_parameter(const std::string& name, uint64_t count, const std::string& dtype,
                      uint32_t group, nb::object torch_dtype, size_t nbytes, nb::object strides) {
-    DType type{};
-    if (!parse_dtype(dtype.c_str(), &type)) {
-      throw Error(ErrorKind::bad_argument,
-                  "parameter '" + name + "' has dtype " + dtype + ", which cannot be reduced");
-    }
+    const DType type = type_of(name, dtype);
     state_->reducer->add_parameters({{name, count, type, group}});
-    Expected want{std::move(torch_dtype), dlpack_type(type), nbytes, strides, {}};
-    if (!strides.is_none()) want.stride_values = nb::cast<std::vector<int64_t>>(strides);
-    state_->expected.push_back(std::move(want));
+    state_->expected.push_back(expectation(type, std::move(torch_dtype), nbytes, strides));
+    state_->hooks.push_back({nb::dict(), 0});
     state_->dirty.push_back(false);
     state_->held.push_back(false);
+  }
+
+  void redefine_parameter(uint32_t index, const std::string& name, uint64_t count,
+                          const std::string& dtype, uint32_t group, nb::object torch_dtype,
+                          size_t nbytes, nb::object strides) {
+    const DType type = type_of(name, dtype);
+    state_->expected.at(index) = expectation(type, std::move(torch_dtype), nbytes, strides);
+    state_->reducer->redefine_parameter(index, {name, count, type, group});
   }
 
   nb::object hook(uint32_t index) {
@@ -292,21 +340,41 @@ class PyReducer {
         [state = state_, index](nb::handle parameter) { state->on_gradient(index, parameter); });
   }
 
+  // Ours is the last of these hooks. All of a parameter's are kept in one dictionary.
+  void set_last_of(uint32_t index, nb::dict hooks) {
+    const Py_ssize_t count = PyDict_Size(hooks.ptr());
+    state_->hooks.at(index) = {std::move(hooks), count};
+  }
+
   // Takes the gradient of a parameter whose hook did not fire in this backward, before exchange.
   void take(uint32_t index, nb::handle parameter) {
     nb::object gradient = get(parameter, state_->names.grad);
     if (!gradient.is_none()) state_->take(index, parameter, std::move(gradient), false);
   }
 
+  // The core may not go without this one: the others count on it.
   void provide(uint32_t index, nb::handle parameter, nb::object gradient) {
-    state_->take(index, parameter, std::move(gradient), true);
+    if (!state_->take(index, parameter, std::move(gradient), true)) {
+      throw Error(ErrorKind::error, "a gradient that other ranks need was not in the right form");
+    }
   }
 
-  // Takes what fired in this backward and has no bucket yet. True when there was any.
-  bool take_noted() {
-    if (state_->noted.empty()) return false;
-    state_->take_noted();
-    return true;
+  // Takes what fired in this backward and has no bucket yet. Returns whether there was any, and
+  // the parameters that somebody has written to since they fired; then nothing is taken.
+  nb::tuple take_noted() {
+    bool arrived = false;
+    std::vector<uint32_t> written;
+    if (!state_->noted.empty()) written = state_->take_noted(&arrived);
+    return nb::make_tuple(arrived, written);
+  }
+
+  // Parameters with a bucket whose hook did not fire in this backward.
+  std::vector<uint32_t> absent() const {
+    std::vector<uint32_t> indices;
+    for (uint32_t i = 0; i < state_->held.size(); ++i) {
+      if (!state_->held[i] && state_->reducer->planned(i)) indices.push_back(i);
+    }
+    return indices;
   }
 
   std::vector<uint32_t> dirty() const {
@@ -318,11 +386,14 @@ class PyReducer {
   }
   void set_dirty(uint32_t index, bool value) { state_->dirty.at(index) = value; }
 
-  std::vector<uint32_t> exchange(uint64_t step, uint32_t flags) {
+  std::vector<uint32_t> exchange(uint64_t step, uint32_t flags, uint64_t step_digest,
+                                 uint32_t optimizer) {
     if (!state_->again.empty()) flags |= FlushRecord::kMore;
-    return guarded(
-        [&](const Wait& wait) { return state_->reducer->exchange({step, flags}, wait); });
+    return guarded([&](const Wait& wait) {
+      return state_->reducer->exchange({step, flags, step_digest, optimizer}, wait);
+    });
   }
+  uint32_t announced() const { return state_->reducer->announced(); }
 
   // Reduces and gives the gradients back. True when an extra round has to follow.
   bool complete() {
@@ -381,6 +452,11 @@ class PyReducer {
   void set_local(bool value) { state_->local = value; }
   bool begun() const { return state_->begun; }
   void set_begun(bool value) { state_->begun = value; }
+  // A backward has begun, and another thread runs it.
+  bool begun_elsewhere() const {
+    return state_->begun && state_->thread != std::this_thread::get_id();
+  }
+  bool intruded() const { return state_->intruded; }
 
   nb::dict statistics() const {
     const Reducer& reducer = *state_->reducer;
@@ -421,11 +497,30 @@ class PyReducer {
     }
     state_->forget();
     state_->again.clear();
+    state_->hooks.clear();
     state_->on_first = nb::object();
     state_->on_mismatched = nb::object();
+    state_->on_intruder = nb::object();
+    state_->on_nothing = nb::object();
   }
 
  private:
+  static DType type_of(const std::string& name, const std::string& dtype) {
+    DType type{};
+    if (!parse_dtype(dtype.c_str(), &type)) {
+      throw Error(ErrorKind::bad_argument,
+                  "parameter '" + name + "' has dtype " + dtype + ", which cannot be reduced");
+    }
+    return type;
+  }
+
+  static Expected expectation(DType type, nb::object torch_dtype, size_t nbytes,
+                              const nb::object& strides) {
+    Expected want{std::move(torch_dtype), dlpack_type(type), nbytes, strides, {}};
+    if (!strides.is_none()) want.stride_values = nb::cast<std::vector<int64_t>>(strides);
+    return want;
+  }
+
   // Runs a waiting call without the GIL. When it throws, the round is over and nothing of the
   // core touches the gradients any more: they are dropped.
   template <class Call>
@@ -451,23 +546,33 @@ void bind_reducer(nb::module_& module) {
   module.attr("FLUSH_EXTRA") = static_cast<uint32_t>(FlushRecord::kExtra);
   module.attr("FLUSH_AT_GATE") = static_cast<uint32_t>(FlushRecord::kAtGate);
   module.attr("FLUSH_ADOPTS") = static_cast<uint32_t>(FlushRecord::kAdopts);
+  module.attr("FLUSH_SPARSE") = static_cast<uint32_t>(FlushRecord::kSparse);
+  module.attr("FLUSH_CHANGED") = static_cast<uint32_t>(FlushRecord::kChanged);
   nb::class_<PyReducer>(module, "Reducer", "Core of hvd_strategy.engine.GradientReducer.")
       .def(nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double>(),
            nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
            nb::arg("timeout"))
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
-           nb::arg("on_mismatched"), nb::arg("storage_users"), nb::arg("tensor_class"))
+           nb::arg("on_mismatched"), nb::arg("on_intruder"), nb::arg("on_nothing"),
+           nb::arg("storage_users"), nb::arg("version_of"), nb::arg("tensor_class"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(), nb::arg("nbytes"),
            nb::arg("strides").none())
+      .def("redefine_parameter", &PyReducer::redefine_parameter, nb::arg("index"), nb::arg("name"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(),
+           nb::arg("nbytes"), nb::arg("strides").none())
       .def("hook", &PyReducer::hook, nb::arg("index"))
+      .def("set_last_of", &PyReducer::set_last_of, nb::arg("index"), nb::arg("hooks"))
       .def("take", &PyReducer::take, nb::arg("index"), nb::arg("parameter"))
-      .def("provide", &PyReducer::provide, nb::arg("index"), nb::arg("parameter"),
+      .def("provide", &PyReducer::provide, nb::arg("index"), nb::arg("parameter").none(),
            nb::arg("gradient"))
       .def("take_noted", &PyReducer::take_noted)
+      .def("absent", &PyReducer::absent)
       .def("dirty", &PyReducer::dirty)
       .def("set_dirty", &PyReducer::set_dirty, nb::arg("index"), nb::arg("value"))
-      .def("exchange", &PyReducer::exchange, nb::arg("step"), nb::arg("flags") = 0)
+      .def("exchange", &PyReducer::exchange, nb::arg("step"), nb::arg("flags") = 0,
+           nb::arg("step_digest") = 0, nb::arg("optimizer") = 0)
+      .def_prop_ro("announced", &PyReducer::announced)
       .def("complete", &PyReducer::complete)
       .def("begin_extra_round", &PyReducer::begin_extra_round)
       .def("take_delta", &PyReducer::take_delta, nb::arg("index"), nb::arg("parameter"),
@@ -478,6 +583,8 @@ void bind_reducer(nb::module_& module) {
       .def("recover", &PyReducer::recover)
       .def_prop_rw("local", &PyReducer::local, &PyReducer::set_local)
       .def_prop_rw("begun", &PyReducer::begun, &PyReducer::set_begun)
+      .def_prop_ro("begun_elsewhere", &PyReducer::begun_elsewhere)
+      .def_prop_ro("intruded", &PyReducer::intruded)
       .def("statistics", &PyReducer::statistics)
       .def("buckets", &PyReducer::buckets)
       .def("by_products", &PyReducer::by_products, nb::arg("index"))

@@ -12,15 +12,16 @@ struct Header {
   uint32_t flags;
   uint64_t round;
   uint64_t step;
+  uint64_t step_digest;
+  uint32_t optimizer;
   uint32_t parameters;
   uint32_t present_bits;
   uint32_t posted_bits;
   uint32_t arrivals;
   uint32_t text_bytes;
-  uint32_t reserved;
 };
-static_assert(sizeof(Header) == 48, "no padding: the bytes travel as they are");
-constexpr uint32_t kVersion = 0x48465231;
+static_assert(sizeof(Header) == 56, "no padding: the bytes travel as they are");
+constexpr uint32_t kVersion = 0x48465232;
 
 void append_bits(std::string* bytes, const std::vector<bool>& bits) {
   const size_t start = bytes->size();
@@ -64,12 +65,13 @@ std::string FlushRecord::encode() const {
                       flags,
                       round,
                       step,
+                      step_digest,
+                      optimizer,
                       parameters,
                       static_cast<uint32_t>(present.size()),
                       static_cast<uint32_t>(posted.size()),
                       static_cast<uint32_t>(arrivals.size()),
-                      static_cast<uint32_t>(text.size()),
-                      0};
+                      static_cast<uint32_t>(text.size())};
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
   append_bits(&bytes, present);
   append_bits(&bytes, posted);
@@ -87,6 +89,8 @@ FlushRecord FlushRecord::decode(const std::string& bytes) {
   record.flags = header.flags;
   record.round = header.round;
   record.step = header.step;
+  record.step_digest = header.step_digest;
+  record.optimizer = header.optimizer;
   record.parameters = header.parameters;
   record.present = reader.take_bits(header.present_bits);
   record.posted = reader.take_bits(header.posted_bits);

@@ -9,15 +9,19 @@ namespace hvd {
 // What a rank tells the others at the end of a backward.
 struct FlushRecord {
   enum : uint32_t {
-    kFailed = 1,   // an exception ended the backward; `text` says which
-    kMore = 2,     // some parameter fired again after its bucket had left: an extra round follows
-    kExtra = 4,    // this is the extra round
-    kAtGate = 8,   // sent by an optimizer step, not by a backward
-    kAdopts = 16,  // the optimizer has parameters that are new to the reducer
+    kFailed = 1,    // an exception ended the backward; `text` says which
+    kMore = 2,      // some parameter fired again after its bucket had left: an extra round follows
+    kExtra = 4,     // this is the extra round
+    kAtGate = 8,    // sent by an optimizer step, not by a backward
+    kAdopts = 16,   // the optimizer has parameters that are new to the reducer
+    kSparse = 32,   // this rank has sparse gradients, which the front reduces after the round
+    kChanged = 64,  // parameters were replaced or converted: the front has to agree on them
   };
   uint32_t flags = 0;
-  uint64_t round = 0;  // number of the flush
-  uint64_t step = 0;   // optimizer steps seen so far
+  uint64_t round = 0;        // number of the flush
+  uint64_t step = 0;         // optimizer steps seen so far
+  uint64_t step_digest = 0;  // which optimizers made them, in which order
+  uint32_t optimizer = 0;    // the one that made the last of them; 0 = none
   uint32_t parameters = 0;
   std::vector<bool> present;       // by parameter: this rank has a gradient
   std::vector<bool> posted;        // by bucket: this rank has posted it

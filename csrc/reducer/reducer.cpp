@@ -11,6 +11,8 @@ namespace {
 constexpr uint32_t kExtraSlots = 64;
 constexpr uint32_t kBucketSlots = Communicator::kSlots - kExtraSlots;
 
+std::string title_of(uint32_t slot) { return "gradient bucket " + std::to_string(slot); }
+
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
@@ -47,6 +49,36 @@ void Reducer::add_parameters(const std::vector<Parameter>& parameters) {
   }
   by_products_.resize(parameters_.size());
   has_by_products_.resize(parameters_.size());
+}
+
+void Reducer::redefine_parameter(uint32_t index, const Parameter& parameter) {
+  if (!taken_.empty() || extra_) {
+    throw Error(ErrorKind::error, "a parameter cannot be redefined in the middle of a backward");
+  }
+  State& state = parameters_[index];
+  if (state.bucket >= 0) {
+    Bucket& bucket = buckets_[static_cast<size_t>(state.bucket)];
+    std::vector<uint32_t> rest = bucket.parameters;
+    rest.erase(rest.begin() + state.place);
+    for (size_t place = state.place; place < rest.size(); ++place) {
+      parameters_[rest[place]].place = static_cast<uint32_t>(place);
+    }
+    bucket = rest.empty()
+                 ? Bucket{}
+                 : make_bucket(std::move(rest), title_of(static_cast<uint32_t>(state.bucket)));
+    state.bucket = -1;
+  }
+  state.parameter = parameter;
+  plan_parameters_[index] = {parameter.count, parameter.dtype, parameter.group};
+}
+
+// Slots whose parameters have all been redefined: the next buckets go there.
+std::vector<uint32_t> Reducer::free_slots() const {
+  std::vector<uint32_t> slots;
+  for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
+    if (buckets_[slot].parameters.empty()) slots.push_back(slot);
+  }
+  return slots;
 }
 
 bool Reducer::in_flight(uint32_t index) const {
@@ -231,30 +263,46 @@ void Reducer::check_records(const FlushRecord& own) const {
                       "same step");
     }
     if (record.step != own.step || record.round != own.round ||
+        record.step_digest != own.step_digest ||
         (record.flags & FlushRecord::kExtra) != (own.flags & FlushRecord::kExtra)) {
-      throw Error(ErrorKind::mismatch,
-                  own_name + " is in backward " + std::to_string(own.round) +
-                      " after optimizer step " + std::to_string(own.step) + ", " + rank(member) +
-                      " in backward " + std::to_string(record.round) + " after optimizer step " +
-                      std::to_string(record.step) +
-                      "; all ranks must run the same number of backwards per step (a rank that "
-                      "skips some should use no_sync on all)");
+      const bool other_order = record.step == own.step && record.step_digest != own.step_digest;
+      const auto place = [&](const FlushRecord& at) {
+        std::string text = "in backward " + std::to_string(at.round) + " after optimizer step " +
+                           std::to_string(at.step);
+        if (other_order)
+          text += " (the last one of optimizer " + std::to_string(at.optimizer) + ")";
+        return text;
+      };
+      throw Error(
+          ErrorKind::mismatch,
+          own_name + " is " + place(own) + ", " + rank(member) + " " + place(record) +
+              (other_order ? "; all ranks must step the same optimizers in the same order"
+                           : "; all ranks must run the same number of backwards per step (a rank "
+                             "that skips some should use no_sync on all)"));
     }
   }
+}
+
+FlushRecord Reducer::own_record(const Request& request) const {
+  FlushRecord own;
+  own.flags = request.flags;
+  own.round = round_;
+  own.step = request.step;
+  own.step_digest = request.step_digest;
+  own.optimizer = request.optimizer;
+  own.parameters = static_cast<uint32_t>(parameters_.size());
+  for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
+  return own;
 }
 
 std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait) {
   check_usable();
   events_.write(EventKind::flush_begin, 0, round_);
   const uint64_t started = now_ns();
-  FlushRecord own;
-  own.flags = request.flags;
-  own.round = round_;
-  own.step = step_ = request.step;
-  own.parameters = static_cast<uint32_t>(parameters_.size());
+  last_request_ = request;
+  FlushRecord own = own_record(request);
   own.present.resize(parameters_.size());
   for (const uint32_t index : taken_) own.present[index] = true;
-  for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
   own.arrivals = arrivals_;
   channel_->begin(own.encode());
   collect_records(wait);
@@ -265,10 +313,10 @@ std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait
     throw;
   }
   exchanged_ = true;
-  extra_needed_ = false;
+  announced_ = 0;
   present_.assign(parameters_.size(), false);
   for (const FlushRecord& record : records_) {
-    extra_needed_ = extra_needed_ || (record.flags & FlushRecord::kMore) != 0;
+    announced_ |= record.flags;
     for (size_t index = 0; index < present_.size(); ++index) {
       if (record.present[index]) present_[index] = true;
     }
@@ -318,15 +366,17 @@ void Reducer::post_rest(std::vector<std::vector<uint32_t>> planned) {
     }
     return;
   }
-  for (auto& parameters : planned) {
-    const auto slot = static_cast<uint32_t>(buckets_.size());
+  const std::vector<uint32_t> free = free_slots();
+  for (size_t number = 0; number < planned.size(); ++number) {
+    auto& parameters = planned[number];
+    const auto slot = number < free.size() ? free[number] : static_cast<uint32_t>(buckets_.size());
     for (size_t place = 0; place < parameters.size(); ++place) {
       State& state = parameters_[parameters[place]];
       state.bucket = slot;
       state.place = static_cast<uint32_t>(place);
     }
-    buckets_.push_back(
-        make_bucket(std::move(parameters), "gradient bucket " + std::to_string(slot)));
+    if (slot == buckets_.size()) buckets_.emplace_back();
+    buckets_[slot] = make_bucket(std::move(parameters), title_of(slot));
   }
   for (uint32_t slot = 0; slot < buckets_.size(); ++slot) {
     Bucket& bucket = buckets_[slot];
@@ -346,7 +396,7 @@ void Reducer::complete(const Wait& wait) {
     throw Error(ErrorKind::error, "gradients that fire twice in one backward come in more than " +
                                       std::to_string(kExtraSlots) + " types and optimizers");
   }
-  if (!extra_ && buckets_.size() + planned.size() > kBucketSlots) {
+  if (!extra_ && buckets_.size() - free_slots().size() + planned.size() > kBucketSlots) {
     drain(wait);
     throw Error(ErrorKind::bad_argument, "the gradients need more than " +
                                              std::to_string(kBucketSlots) +
@@ -371,7 +421,7 @@ void Reducer::complete(const Wait& wait) {
       }
     }
   }
-  const bool extra_follows = extra_needed_;
+  const bool extra_follows = extra_round_needed();
   end_round();
   extra_ = extra_follows;
   blocked_ns_ += now_ns() - started;
@@ -444,12 +494,8 @@ void Reducer::fail(const std::string& text) {
     give_up();
     return;
   }
-  FlushRecord own;
+  FlushRecord own = own_record(last_request_);
   own.flags = FlushRecord::kFailed;
-  own.round = round_;
-  own.step = step_;
-  own.parameters = static_cast<uint32_t>(parameters_.size());
-  for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
   own.text = text;
   try {
     channel_->begin(own.encode());

@@ -48,6 +48,9 @@ class Reducer {
 
   // New parameters get the next indices. All ranks have to add the same ones.
   void add_parameters(const std::vector<Parameter>& parameters);
+  // The parameter has another size or type from now on: it leaves its bucket and joins a new one
+  // when it fires next. Between rounds only, and on all ranks between the same ones.
+  void redefine_parameter(uint32_t index, const Parameter& parameter);
   size_t parameter_count() const { return parameters_.size(); }
 
   // The gradient of a parameter is final. In an extra round nothing is posted yet.
@@ -59,15 +62,21 @@ class Reducer {
   bool in_flight(uint32_t index) const;
 
   struct Request {
-    uint64_t step = 0;   // optimizer steps seen so far; has to be the same on all ranks
-    uint32_t flags = 0;  // of FlushRecord: kMore, kExtra, kAtGate, kAdopts
+    // Optimizer steps seen so far, a digest of which optimizers made them in which order, and the
+    // last of these: the same on all ranks, or a mismatch.
+    uint64_t step = 0;
+    uint32_t flags = 0;  // of FlushRecord, except kFailed
+    uint64_t step_digest = 0;
+    uint32_t optimizer = 0;
   };
   // Ends the collection of this round. Returns the parameters that other ranks have and this one
   // lacks: provide() has to be called for each of them. Throws when the ranks do not agree or one
   // has failed; then the round is over.
   std::vector<uint32_t> exchange(const Request& request, const Wait& wait);
+  // Flags of FlushRecord that some rank has set in the last exchange.
+  uint32_t announced() const { return announced_; }
   // Some rank announced an extra round (kMore).
-  bool extra_round_needed() const { return extra_needed_; }
+  bool extra_round_needed() const { return (announced_ & FlushRecord::kMore) != 0; }
   // Memory that takes the result; what is in it counts as this rank's contribution.
   void provide(uint32_t index, void* gradient);
   // Reduces what is left, waits for all of it. The round is over whether it throws or not.
@@ -112,6 +121,8 @@ class Reducer {
   void wait_for(const std::function<Step()>& step, const Wait& wait);
   void or_abandon(const std::function<void()>& body);
   void give_up();
+  FlushRecord own_record(const Request& request) const;
+  std::vector<uint32_t> free_slots() const;
   std::vector<std::vector<uint32_t>> plan_arrivals() const;
   std::vector<std::vector<uint32_t>> plan_extra_round() const;
   void post_rest(std::vector<std::vector<uint32_t>> planned);
@@ -136,13 +147,13 @@ class Reducer {
   std::vector<FlushRecord> records_;
   std::vector<bool> present_;  // by parameter: some rank has it
   bool extra_ = false;
-  bool extra_needed_ = false;
+  uint32_t announced_ = 0;
   bool failed_ = false;
   bool exchanged_ = false;  // the ranks know what each will post in this round
   bool closed_ = false;
   bool broken_ = false;
   uint64_t round_ = 0;
-  uint64_t step_ = 0;
+  Request last_request_;
   uint64_t blocked_ns_ = 0;
   std::vector<ByProducts> by_products_;
   std::vector<bool> has_by_products_;

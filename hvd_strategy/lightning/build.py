@@ -58,6 +58,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             abort_grace_seconds: how long a process may go on after another rank failed before it is
                 ended (30; 0 for ever).
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
+            sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
+                they stay sparse).
             find_unused_parameters: not needed; accepted because DDPStrategy has it.
             static_graph: not needed; accepted because DDPStrategy has it.
             gradient_as_bucket_view: not needed; accepted because DDPStrategy has it.
@@ -85,6 +87,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             stall_abort_seconds: float | None = None,
             abort_grace_seconds: float | None = None,
             process_group_backend: str | None = None,
+            sparse_as_dense: bool | None = None,
             find_unused_parameters: bool | None = None,
             static_graph: bool | None = None,
             gradient_as_bucket_view: bool | None = None,
@@ -106,6 +109,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 stall_abort_seconds=stall_abort_seconds,
                 abort_grace_seconds=abort_grace_seconds,
                 process_group_backend=process_group_backend,
+                sparse_as_dense=sparse_as_dense,
             )
             super().__init__(
                 accelerator=accelerator,

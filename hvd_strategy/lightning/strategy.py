@@ -257,6 +257,7 @@ class DataParallelStrategy(_Base):
                 broadcast_parameters=False,  # done, before the optimizers were made
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
+                sparse_as_dense=self._options["sparse_as_dense"],
             )
         if self._session.size > 1:
             self._stop = GracefulStop(trainer, self._session)

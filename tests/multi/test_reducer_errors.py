@@ -325,13 +325,13 @@ def test_failed_backward_whose_graph_stays(ranks: Ranks) -> None:
 
 def left_out(side: Side, error: Callable[..., Any], ranks: list[int]) -> State:
     """Some ranks run in step 1 a backward that is refused; the next step works."""
-    model = nn.ModuleDict({"net": small_net(), "table": nn.Embedding(7, FEATURES, sparse=True)})
-    optimizer = torch.optim.SGD(model["net"].parameters(), lr=0.1)
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     side.reduce(model, optimizer)
     for step in range(4):
         optimizer.zero_grad()
         if step != 1:
-            side.backward(lambda rank, s=step: square_error(model["net"], s, rank))
+            side.backward(lambda rank, s=step: square_error(model, s, rank))
             optimizer.step()
         elif isinstance(side, Together):
             refused = side.rank in ranks
@@ -344,30 +344,42 @@ def left_out(side: Side, error: Callable[..., Any], ranks: list[int]) -> State:
             else:
                 assert isinstance(caught.value, RankFailedError)
             model.zero_grad()
-    return parameters(model["net"])
+    return parameters(model)
 
 
-def plain(model: nn.ModuleDict) -> None:
-    square_error(model["net"], 0, 0).backward()
+def plain(model: nn.Module) -> None:
+    square_error(model, 0, 0).backward()
 
 
-def higher_order(model: nn.ModuleDict) -> None:
-    square_error(model["net"], 0, 0).backward(create_graph=True)
+def higher_order(model: nn.Module) -> None:
+    square_error(model, 0, 0).backward(create_graph=True)
 
 
-def sparse(model: nn.ModuleDict) -> None:
-    indices = torch.tensor([1, 5])
-    model["net"](model["table"](indices)).sum().backward()
+def steps_in_a_hook(model: nn.Module) -> None:
+    """An optimizer that the reducer does not know, stepped as soon as there is a gradient."""
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+
+    def step(_: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = model[0].weight.register_post_accumulate_grad_hook(step)
+    before = model[0].weight.detach().clone()
+    try:
+        square_error(model, 0, 0).backward()
+    finally:
+        handle.remove()
+        model[0].weight.data.copy_(before)
 
 
 PATTERNS = {
     "higher_order": r"create_graph=True.*torch\.autograd\.grad",
-    "sparse": r"'table\.weight'.*sparse",
+    "steps_in_a_hook": r"'0\.weight' changed while backward ran.*inside a hook",
 }
 
 
 @pytest.mark.parametrize("failing", [[0, 1], [1]], ids=str)
-@pytest.mark.parametrize("error", [higher_order, sparse])
+@pytest.mark.parametrize("error", [higher_order, steps_in_a_hook])
 def test_refused_backwards(ranks: Ranks, error: Callable[..., Any], failing: list[int]) -> None:
     ranks(check, left_out, error, failing)
 
@@ -389,29 +401,42 @@ def step_inside_backward() -> None:
     trains(session)
 
 
-def test_optimizer_step_inside_backward(ranks: Ranks) -> None:
-    ranks(step_inside_backward)
-
-
-def converted() -> None:
-    """The model became another one after the reducer was made."""
+def unknown_step_inside_backward(when: str) -> None:
+    """An optimizer that nobody told the reducer of, in a hook from before or after it."""
     session = open_session()
+    torch.manual_seed(0)
     model = small_net()
+    of = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        of[parameter].step()
+        of[parameter].zero_grad()
+
     side = Together(session)
-    side.reduce(model)
-    model.to(torch.float64)
-    with within(5), pytest.raises(HvdError, match=r"'4\.(weight|bias)' is a .*float64.*float32"):
-        model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
-    side.close()
-    side.reduce(model)
-    model.zero_grad()
-    model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
+    if when == "after":
+        side.reduce(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    if when == "before":
+        side.reduce(model)
+
+    def train() -> None:
+        for number in range(2):
+            square_error(model, number, session.rank).backward()
+
+    with within(5), pytest.raises(HvdError, match="changed while backward ran.*inside a hook"):
+        train()
     side.close()
     trains(session)
 
 
-def test_model_converted_afterwards(ranks: Ranks) -> None:
-    ranks(converted)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_step_of_an_unknown_optimizer_inside_backward(ranks: Ranks, when: str) -> None:
+    ranks(unknown_step_inside_backward, when)
+
+
+def test_optimizer_step_inside_backward(ranks: Ranks) -> None:
+    ranks(step_inside_backward)
 
 
 # ---- arguments ----

@@ -15,8 +15,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from hvd_strategy.consistency import check_consistency, named_state
     from hvd_strategy.engine import GradientReducer
     from hvd_strategy.errors import (
+        DivergenceError,
         HvdError,
         HvdTimeoutError,
         MismatchError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "DivergenceError",
     "GradientReducer",
     "HvdError",
     "HvdStrategy",
@@ -38,11 +41,14 @@ __all__ = [
     "Session",
     "StallError",
     "__version__",
+    "check_consistency",
     "current_session",
+    "named_state",
     "open_session",
 ]
 
 _MODULE_OF = {
+    "DivergenceError": "errors",
     "GradientReducer": "engine",
     "HvdError": "errors",
     "HvdStrategy": "lightning",
@@ -51,7 +57,9 @@ _MODULE_OF = {
     "RankFailedError": "errors",
     "Session": "session",
     "StallError": "errors",
+    "check_consistency": "consistency",
     "current_session": "session",
+    "named_state": "consistency",
     "open_session": "session",
 }
 

@@ -27,6 +27,10 @@ class MismatchError(HvdError):
     """
 
 
+class DivergenceError(HvdError):
+    """Parameters, buffers or optimizer state are no longer the same on all ranks."""
+
+
 class StallError(HvdError):
     """One or more ranks did not take part within `stall_abort_seconds`."""
 
@@ -35,4 +39,11 @@ class HvdTimeoutError(HvdError):
     """A collective, or the meeting of the ranks, did not end within its timeout."""
 
 
-__all__ = ["HvdError", "HvdTimeoutError", "MismatchError", "RankFailedError", "StallError"]
+__all__ = [
+    "DivergenceError",
+    "HvdError",
+    "HvdTimeoutError",
+    "MismatchError",
+    "RankFailedError",
+    "StallError",
+]

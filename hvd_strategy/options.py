@@ -25,8 +25,8 @@ class Option:
 
     Attributes:
         name: Name of the keyword argument.
-        type: `bool`, `float`, `str` or `timedelta`; in the environment a timedelta is a number of
-            seconds, a bool is 1, true, yes, on or 0, false, no, off.
+        type: `bool`, `float`, `int`, `str` or `timedelta`; in the environment a timedelta is a
+            number of seconds, a bool is 1, true, yes, on or 0, false, no, off.
         default: The value where neither argument nor environment gives one.
         check: Whether a value of the right type is acceptable.
         accepts: What is acceptable, in words, for error messages and the documentation.
@@ -55,6 +55,8 @@ class Option:
             # The other times are numbers of seconds; so is this one in the environment.
             fits = not isinstance(value, bool) and 0 < value < 1e10
             value = timedelta(seconds=value) if fits else value
+        elif self.type is int:
+            fits = isinstance(value, int) and not isinstance(value, bool)
         else:
             fits = isinstance(value, self.type)
         if not fits or not self.check(value):
@@ -67,6 +69,8 @@ class Option:
         try:
             if self.type is bool:
                 value = _TRUTH[value.lower()]
+            elif self.type is int:
+                value = int(value)
             elif self.type is not str:
                 value = float(value)
             if self.type is timedelta:
@@ -169,6 +173,30 @@ _ALL = (
         lambda value: True,
         "True or False",
         "Sparse gradients are turned into dense ones before they are reduced.",
+    ),
+    Option(
+        "consistency_check_every_n_steps",
+        int,
+        0,
+        lambda value: value >= 0,
+        "a whole number of optimizer steps, 0 for never",
+        "Every so many optimizer steps the ranks compare parameters, buffers and optimizer state.",
+    ),
+    Option(
+        "on_divergence",
+        str,
+        "error",
+        lambda value: value in ("error", "repair"),
+        '"error" or "repair"',
+        "What happens when they differ: an error, or the majority's values for all.",
+    ),
+    Option(
+        "rank_seeds",
+        bool,
+        False,
+        lambda value: True,
+        "True or False",
+        "Each rank draws other random numbers, for dropout and augmentation.",
     ),
 )
 

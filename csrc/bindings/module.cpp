@@ -1,11 +1,17 @@
 // The Python module `_core`: thin wrappers, no logic. Every call that may wait gives up the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "kernels/hash.h"
 #include "kernels/reduce.h"
 
 namespace nb = nanobind;
@@ -79,6 +85,20 @@ NB_MODULE(_core, module) {
   module.def(
       "instruction_set", [] { return hvd::name_of(hvd::best_isa()); },
       "Name of the vector instructions that the kernels use on this machine.");
+  module.def(
+      "hash_memory",
+      [](const std::vector<std::pair<uintptr_t, size_t>>& pieces) {
+        std::vector<uint64_t> hashes;
+        hashes.reserve(pieces.size());
+        nb::gil_scoped_release release;
+        for (const auto& [address, bytes] : pieces) {
+          hashes.push_back(hvd::hash_memory(reinterpret_cast<const void*>(address), bytes));
+        }
+        return hashes;
+      },
+      nb::arg("pieces"),
+      "Hashes of pieces of memory, given as pairs of address and bytes: 64 bits each, the same on "
+      "every machine of one byte order.");
   hvd::bind_session(module);
   hvd::bind_reducer(module);
 }

@@ -2,6 +2,7 @@
 // are compiled with different flags; see vector.h for what that forbids.
 #pragma once
 
+#include "kernels/hash_body.h"
 #include "kernels/kernel_table.h"
 #include "kernels/vector.h"
 
@@ -530,6 +531,7 @@ constexpr KernelTable make_table() {
   // A bool is the byte 0 or 1: "or" is the maximum, and "and" the minimum.
   const int row = static_cast<int>(DType::boolean);
   table.reduce[row][0] = table.reduce[row][2];
+  table.hash = hash_kernel;
   return table;
 }
 

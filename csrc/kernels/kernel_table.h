@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels/reduce.h"
 
@@ -10,6 +11,7 @@ constexpr int kDTypeCount = 10;
 constexpr int kFloatTypeCount = 4;  // the first ones of DType
 constexpr int kReduceOpCount = 3;
 
+using HashKernel = uint64_t (*)(const void* memory, size_t bytes);
 using ConvertKernel = void (*)(void* dst, const void* src, size_t count, double factor);
 
 // All kernels of one instruction set, indexed by the values of the enumerations.
@@ -17,6 +19,7 @@ struct KernelTable {
   ReduceKernel reduce[kDTypeCount][kReduceOpCount];
   ReduceKernel sum_in_double[kFloatTypeCount];
   ConvertKernel convert[kFloatTypeCount][kFloatTypeCount];  // [from][to]
+  HashKernel hash;
 };
 
 extern const KernelTable kPortableKernels;

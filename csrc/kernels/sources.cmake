@@ -3,6 +3,7 @@
 
 set(HVD_KERNEL_SOURCES
     csrc/kernels/convert.cpp
+    csrc/kernels/hash.cpp
     csrc/kernels/portable.cpp
     csrc/kernels/reduce.cpp)
 

@@ -60,6 +60,14 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).
+            consistency_check_every_n_steps: every so many optimizer steps the ranks compare their
+                parameters, buffers and optimizer state (0: never).
+            on_divergence: what happens when they differ: "error" (the default), or "repair", which
+                gives all ranks the values of the majority.
+            rank_seeds: whether each rank draws other random numbers, for dropout and augmentation.
+                They follow from the seed of the run (`seed_everything`) and the rank. A sampler of
+                your own that draws from torch's global generator needs a generator of its own then,
+                or the ranks' shares overlap. (False.)
             find_unused_parameters: not needed; accepted because DDPStrategy has it.
             static_graph: not needed; accepted because DDPStrategy has it.
             gradient_as_bucket_view: not needed; accepted because DDPStrategy has it.
@@ -88,6 +96,9 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             abort_grace_seconds: float | None = None,
             process_group_backend: str | None = None,
             sparse_as_dense: bool | None = None,
+            consistency_check_every_n_steps: int | None = None,
+            on_divergence: Literal["error", "repair"] | None = None,
+            rank_seeds: bool | None = None,
             find_unused_parameters: bool | None = None,
             static_graph: bool | None = None,
             gradient_as_bucket_view: bool | None = None,
@@ -110,6 +121,9 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 abort_grace_seconds=abort_grace_seconds,
                 process_group_backend=process_group_backend,
                 sparse_as_dense=sparse_as_dense,
+                consistency_check_every_n_steps=consistency_check_every_n_steps,
+                on_divergence=on_divergence,
+                rank_seeds=rank_seeds,
             )
             super().__init__(
                 accelerator=accelerator,

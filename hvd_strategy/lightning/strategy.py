@@ -31,7 +31,9 @@ from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_env
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
 from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.lightning.replica_check import ReplicaCheck
 from hvd_strategy.options import resolve
+from hvd_strategy.seeds import seed_by_rank
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.world import World
 
@@ -65,6 +67,7 @@ class DataParallelStrategy(_Base):
     _reducer: GradientReducer | None = None
     _state: ModuleState | None = None
     _stop: GracefulStop | None = None
+    _replica_check: ReplicaCheck | None = None
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -259,6 +262,17 @@ class DataParallelStrategy(_Base):
                 timeout=self._options["timeout"],
                 sparse_as_dense=self._options["sparse_as_dense"],
             )
+            if self._options["rank_seeds"]:
+                seed_by_rank(self._session, trainer.global_step)
+            every_n_steps = self._options["consistency_check_every_n_steps"]
+            if every_n_steps:
+                self._replica_check = ReplicaCheck(
+                    trainer,
+                    self._session,
+                    every_n_steps,
+                    self._options["on_divergence"],
+                    self._rank_zero("rank_zero_warn"),
+                )
         if self._session.size > 1:
             self._stop = GracefulStop(trainer, self._session)
 
@@ -324,6 +338,8 @@ class DataParallelStrategy(_Base):
         super().on_train_batch_start(batch, batch_idx)
         if self._state is not None:
             self._state.broadcast_written_buffers()
+        if self._replica_check is not None:
+            self._replica_check.on_batch_start()
         if self._stop is not None:
             self._stop.on_batch_start()
 
@@ -348,6 +364,8 @@ class DataParallelStrategy(_Base):
         """Leaves the same model on all ranks."""
         super().on_train_end()
         self._broadcast_buffers()
+        if self._replica_check is not None:
+            self._replica_check.on_train_end()
         if self._stop is not None and self._stop.meet():
             raise self._tree.pytorch_name("utilities.exceptions", "SIGTERMException")
 
@@ -399,7 +417,7 @@ class DataParallelStrategy(_Base):
             self._stop.detach()
         if self._reducer is not None:
             self._reducer.close()
-        self._stop = self._reducer = self._state = None
+        self._stop = self._reducer = self._state = self._replica_check = None
 
     def _broadcast_buffers(self) -> None:
         # Outside of a fit all ranks have loaded or received the same, and nothing changes it.
@@ -479,7 +497,7 @@ class DataParallelStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # They belong to this process, and are None where a strategy is to be sent to another.
-        for name in ("_session", "_reducer", "_state", "_stop"):
+        for name in ("_session", "_reducer", "_state", "_stop", "_replica_check"):
             state.pop(name, None)
         return state
 

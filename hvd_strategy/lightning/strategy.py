@@ -205,10 +205,15 @@ class DataParallelStrategy(_Base):
     def setup_distributed(self) -> None:
         """Makes sure of torch.distributed's default group and opens the session."""
         environment = self.cluster_environment
-        if isinstance(environment, LauncherEnvironment):
-            # This launcher gives no port to meet at: the session finds its own way.
+        address = None
+        self.set_world_ranks()
+        if self.world_size > 1:
+            # The session makes the group, in a way that notices a rank which ends meanwhile.
             self._tree.fabric_name("utilities.seed", "reset_seed")()
-            self.set_world_ranks()
+            # A launcher that Lightning does not know gives no port to meet at: the session finds
+            # its own way.
+            if not isinstance(environment, LauncherEnvironment):
+                address = (environment.main_address, environment.main_port)
         else:
             super().setup_distributed()
         world = World(
@@ -218,7 +223,7 @@ class DataParallelStrategy(_Base):
             local_size=self.num_processes,
             node_rank=self.node_rank,
         )
-        self._session = open_session(world, **self._session_options)
+        self._session = open_session(world, address=address, **self._session_options)
         self._failed = False
         for name in self._ignored_arguments:
             self._rank_zero("rank_zero_info")(

@@ -44,7 +44,7 @@ LOOP_PLACES: dict[str, tuple[int, ...]] = {
     "flush": (0, 1, 4, 7),
     "loading": (1, 4),
     "holding the GIL": (3,),
-    "between": (0, 3, 7),
+    "between": (0, 3, 6),
     "barrier": (2, 5),
     "torch.distributed": (2, 5),
     "checkpoint": (4,),

@@ -183,12 +183,13 @@ def lightning_sigterm_flag(trainer: Any) -> Any:
 
 
 def replace_lightning_sigterm(
-    trainer: Any, on_sigterm: Callable[[int, Any], None]
-) -> Callable[[], None]:
+    trainer: Any, on_sigterm: Callable[[int, Any], None], between_batches: Callable[[], None]
+) -> tuple[Callable[[], None], bool]:
     """Replaces the SIGTERM handler that the Trainer will register, and its flag at every batch.
 
     On the instances; the function returned gives them their own back, any number of times. The
-    handler is registered after the strategy's setup.
+    handler is registered after the strategy's setup. The second value tells whether the loop will
+    call `between_batches`, before it fetches each batch: Lightning before 2.6 has no such place.
 
     lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn;
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor, new
@@ -197,7 +198,7 @@ def replace_lightning_sigterm(
     replaced = []
     for owner, name, replacement in (
         (trainer._signal_connector, "_sigterm_notifier_fn", on_sigterm),
-        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None),
+        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", between_batches),
     ):
         if hasattr(owner, name):
             vars(owner)[name] = replacement
@@ -207,4 +208,4 @@ def replace_lightning_sigterm(
         for owner, name in replaced:
             vars(owner).pop(name, None)
 
-    return restore
+    return restore, any(name == "_broadcast_sigterm_tensor" for _, name in replaced)

@@ -18,6 +18,7 @@ from hvd_strategy import _core
 from hvd_strategy.errors import HvdError
 from hvd_strategy.rendezvous import default_group_store
 from hvd_strategy.roll_call import Record, host_record, roll_call
+from hvd_strategy.witness import Witness
 from hvd_strategy.world import World
 
 __all__ = ["connect_ranks"]
@@ -45,6 +46,7 @@ def connect_ranks(
     Raises:
         HvdError: The ranks cannot meet, or are on several hosts.
         HvdTimeoutError: Ranks are missing at the deadline.
+        RankFailedError: A rank ended after it had come.
     """
     settings = {
         "connect_timeout": min(_CONNECT_SECONDS, options["timeout"].total_seconds()),
@@ -56,12 +58,14 @@ def connect_ranks(
     if world.size == 1:
         return _core.Session(0, 1, None, [], os.urandom(16), **settings)
     seconds = options["timeout"].total_seconds()
+    witness = Witness(world.rank)
     base = default_group_store(
         world,
         backend=options["process_group_backend"],
         timeout=options["timeout"],
         warn_after=options["stall_warning_seconds"],
         address=address,
+        witness=witness,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"hvd/session/{attempt}.{number}", base)
@@ -78,6 +82,7 @@ def connect_ranks(
             timeout=seconds,
             warn_after=options["stall_warning_seconds"],
             what="the opening of a session",
+            witness=witness,
         )
         try:
             return _core.Session(

@@ -32,6 +32,7 @@ from hvd_strategy import _private_api
 from hvd_strategy.errors import HvdError
 from hvd_strategy.host_meeting import LAUNCHERS, launch_identity, store_of_launcher
 from hvd_strategy.roll_call import Patience, Record, first_line, host_record, roll_call
+from hvd_strategy.witness import Witness
 from hvd_strategy.world import World, detect_world
 
 __all__ = ["default_group_store"]
@@ -76,6 +77,7 @@ def default_group_store(
     timeout: timedelta,
     warn_after: float,
     address: tuple[str, int] | None = None,
+    witness: Witness | None = None,
 ) -> Store:
     """Makes sure that torch.distributed's default group exists, and returns its store. Collective.
 
@@ -87,12 +89,15 @@ def default_group_store(
         timeout: Deadline of the meeting, and the timeout of the group.
         warn_after: Seconds after which it is printed who is missing; 0 for never.
         address: Host and port of the store, instead of MASTER_ADDR and MASTER_PORT.
+        witness: Learns who the ranks are.
 
     Raises:
         HvdError: The group exists with other ranks, or there is no way to find the other ranks.
         HvdTimeoutError: Ranks are missing at the deadline.
+        RankFailedError: A rank ended after it had come.
         ValueError: This torch or machine does not have the backend.
     """
+    witness = witness or Witness(world.rank)
     _refuse_inherited_group()
     if dist.is_initialized():
         have = (dist.get_rank(), dist.get_world_size())
@@ -120,14 +125,9 @@ def default_group_store(
         timeout=timeout.total_seconds(),
         warn_after=warn_after,
         what="the start of torch.distributed",
+        witness=witness,
     )
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("default_pg", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-    )
+    _make_group(backend, PrefixStore("default_pg", store), world, timeout, witness)
     _process.group = weakref.ref(dist.group.WORLD)
     if _process.groups_made == 1:
         # Workers of multiprocessing leave without running atexit's functions, but run these. The
@@ -135,6 +135,38 @@ def default_group_store(
         multiprocessing.util.Finalize(None, _destroy_our_group, exitpriority=50)
         atexit.register(_destroy_our_group)
     return _private_api.torch_default_store()
+
+
+def _make_group(
+    backend: str, store: Store, world: World, timeout: timedelta, witness: Witness
+) -> None:
+    made: list[BaseException | None] = []
+
+    def make() -> None:
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
+            made.append(None)
+        except BaseException as error:
+            made.append(error)
+
+    # The ranks wait for each other in there, deaf to Ctrl-C and to the end of a rank.
+    thread = threading.Thread(target=make, name="hvd-rendezvous", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        failure = witness.failure("the start of torch.distributed") if thread.is_alive() else None
+        if failure is not None:
+            raise failure
+    [error] = made
+    if error is None:
+        return
+    # Gloo's own text says which key of the store, or which port, but not which rank.
+    failure = witness.failure("the start of torch.distributed")
+    if failure is not None:
+        raise failure from error
+    raise error
 
 
 def _group_is_ours() -> bool:

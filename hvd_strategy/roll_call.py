@@ -19,10 +19,13 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from hvd_strategy.errors import HvdError, HvdTimeoutError, RankFailedError
+from hvd_strategy.witness import Witness, process_record
 
 __all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll_call"]
 
 Record = dict[str, Any]
+
+_ERRORS = {kind.__name__: kind for kind in (HvdError, HvdTimeoutError, RankFailedError)}
 
 
 class Patience:
@@ -72,7 +75,7 @@ def host_record() -> Record:
             boot = file.read().strip()
     except OSError:
         boot = name
-    return {"host": name, "boot": boot, "net": namespace("net"), "pid": os.getpid()}
+    return {"host": name, "boot": boot, "net": namespace("net"), **process_record()}
 
 
 def roll_call(
@@ -85,6 +88,7 @@ def roll_call(
     timeout: float,
     warn_after: float,
     what: str,
+    witness: Witness | None = None,
 ) -> list[Record]:
     """Gives every rank the records of all ranks, or the same error. Collective.
 
@@ -97,12 +101,14 @@ def roll_call(
         timeout: Deadline in seconds.
         warn_after: Seconds after which it is printed whom rank 0 waits for; 0 for never.
         what: What the roll call is for, in messages.
+        witness: Learns who the ranks are, and ends the wait when one that it knows has ended.
 
     Raises:
         HvdError: A rank said "error", the check failed, or two processes claim the same rank.
         HvdTimeoutError: Ranks are missing at the deadline; rank 0 names them, to all.
-        RankFailedError: The store is gone.
+        RankFailedError: A rank has ended, or the store is gone.
     """
+    witness = witness or Witness(rank)
     text = json.dumps({**record, "pid": os.getpid()})
     with _store_at_work(what):
         if store.compare_set(f"rank/{rank}", "", text) != text.encode():
@@ -114,7 +120,7 @@ def roll_call(
             store.set("error", problem)
             raise HvdError(problem)
         if rank == 0:
-            answer = _hear_all(store, size, check, timeout, warn_after, what)
+            answer = _hear_all(store, size, check, timeout, warn_after, what, witness)
             store.set("list", json.dumps(answer))
             if "error" in answer:
                 _let_others_hear(store, size)
@@ -126,12 +132,20 @@ def roll_call(
         with _store_at_work(what):
             # Store.get would wait by itself, but deaf to Ctrl-C.
             while not store.check(["list"]):
+                if store.check(["rank/0"]):
+                    witness.learn(0, json.loads(store.get("rank/0")))
+                failure = witness.failure(what)
+                # Whoever has heard of an error may have ended by it.
+                if failure is not None and not store.check(["list"]):
+                    raise failure
                 patience.pause()
             answer = json.loads(store.get("list"))
             store.add("heard", 1)
     if "error" in answer:
-        raise (HvdTimeoutError if answer.get("timeout") else HvdError)(answer["error"])
+        raise _ERRORS[answer.get("class", "HvdError")](answer["error"])
     records: list[Record] = answer["records"]
+    for other, found in enumerate(records):
+        witness.learn(other, found)
     return records
 
 
@@ -142,6 +156,7 @@ def _hear_all(
     timeout: float,
     warn_after: float,
     what: str,
+    witness: Witness,
 ) -> Record:
     records: list[Record] = []
 
@@ -155,12 +170,16 @@ def _hear_all(
             while not store.check([f"rank/{rank}"]):
                 if store.check(["error"]):
                     return {"error": store.get("error").decode()}
+                failure = witness.failure(what)
+                if failure is not None:
+                    raise failure
                 patience.pause()
             records.append(json.loads(store.get(f"rank/{rank}")))
+            witness.learn(rank, records[-1])
             if "error" in records[-1]:
                 return {"error": f"{what} failed on rank {rank}: {records[-1]['error']}"}
-    except HvdTimeoutError as error:
-        return {"error": str(error), "timeout": True}
+    except (HvdTimeoutError, RankFailedError) as error:
+        return {"error": str(error), "class": type(error).__name__}
     if store.check(["error"]):
         return {"error": store.get("error").decode()}
     problem = check(records)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from hvd_strategy import _core
 from hvd_strategy.connect import connect_ranks
 from hvd_strategy.errors import HvdError, MismatchError
+from hvd_strategy.explanation import add_explanation
 from hvd_strategy.options import resolve
 from hvd_strategy.world import World, detect_world
 
@@ -285,6 +286,15 @@ class Session:
         if not self.closed:
             self.core.post_error(f"rank {self.rank} failed: {text}")
 
+    def set_activity(self, text: str) -> None:
+        """Says what this rank is about ("validation"), for the stall reports of the others.
+
+        They print it when they wait for this rank for long. Stands until the next call; takes well
+        under a microsecond. At most 190 bytes are kept.
+        """
+        if not self.closed:
+            self.core.set_activity(text)
+
     def close(self) -> None:
         """Ends the session. Idempotent; not collective, but ranks that still need us will fail.
 
@@ -306,6 +316,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            add_explanation(self, error)
             self.post_error(_text_of(error) or "")
         self.close()
 
@@ -542,22 +553,30 @@ def _close_at_exit() -> None:
     session = _process.session
     if session is None:
         return
-    reason = _exit_reason()
-    if reason is not None:
+    error = _exit_exception()
+    if error is not None:
         with contextlib.suppress(Exception):
-            session.post_error(reason)
+            said = add_explanation(session, error)
+            if said is not None and _is_printed(error):
+                print(f"hvd_strategy: rank {session.rank}: {said}", file=sys.stderr)
+            session.post_error(_text_of(error) or "")
     session.close()
 
 
-def _exit_reason() -> str | None:
-    """The exception by which this process ends, in words."""
+def _is_printed(error: BaseException) -> bool:
+    """Whether the interpreter has printed the exception already."""
+    return error is getattr(sys, "last_value", None)
+
+
+def _exit_exception() -> BaseException | None:
+    """The exception by which this process ends."""
     error = sys.exc_info()[1]  # a worker of multiprocessing ends inside its handler
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None  # torch's workers exit in their handler
     if error is None and not hasattr(sys, "ps1"):
         # What the interpreter printed last; in an interactive one it may be long past.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return _text_of(error)
+    return error
 
 
 def _after_fork_in_child() -> None:

@@ -218,12 +218,21 @@ void bind_session(nb::module_& module) {
              return failure->text;
            })
       .def(
-          "request_stop",
-          [](Session& session, uint32_t value) { session.control().request_stop(value); },
-          nb::arg("value") = 1, "Sets this rank's request to end in good order.")
+          "begin_run", [](Session& session) { session.control().begin_run(); },
+          "Begins a run, on all ranks: what was requested in the one before is over.")
+      .def(
+          "request_stop", [](Session& session) { session.control().request_stop(); },
+          "Asks for the end of this run, after the same point on all ranks.")
       .def(
           "stop_requested", [](Session& session) { return session.control().stop_requested(); },
-          "The largest request of any rank; 0 = none.")
+          "Whether any rank has asked for the end of this run.")
+      .def(
+          "pass_point", [](Session& session) { return session.control().pass_point(); },
+          "Comes to the next point of the run; False: it ends here, on all ranks. Never waits.")
+      .def(
+          "set_activity",
+          [](Session& session, const std::string& text) { session.control().set_activity(text); },
+          nb::arg("text"), "What this rank is about, for the stall reports of the others.")
       .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -79,9 +79,16 @@ class ControlPlane {
   // When the rank last called the engine (now_ns clock).
   virtual uint64_t last_seen(int rank) const = 0;
 
-  // A request, by any rank, that training ends in good order (SIGTERM); 0 = none.
-  virtual void request_stop(uint32_t value) = 0;
-  virtual uint32_t stop_requested() const = 0;
+  // A run ends in good order (SIGTERM): after the same point on all ranks, whoever asks for it.
+  // Points are places that all ranks pass in the same order; each rank calls pass_point there,
+  // from one thread, which never waits and says false when the run ends before this point.
+  virtual void begin_run() = 0;  // on all ranks; a request in an earlier run is over
+  virtual void request_stop() = 0;
+  virtual bool stop_requested() const = 0;
+  virtual bool pass_point() = 0;
+
+  // What this rank is about outside the engine ("validation"), for the others' stall reports.
+  virtual void set_activity(const std::string& text) = 0;
 
   // Wakes every rank that sleeps in wait().
   virtual void notify() = 0;

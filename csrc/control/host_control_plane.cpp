@@ -1,6 +1,7 @@
 #include "control/host_control_plane.h"
 
 #include <sched.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -11,13 +12,15 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "control/process.h"
 #include "control/record_channel.h"
+#include "control/shared_text.h"
 
 namespace hvd {
 
 namespace {
-constexpr uint32_t kPageMagic = 0x68766431;
-constexpr size_t kFailureText = 700;
+constexpr uint32_t kPageMagic = 0x68766432;
+constexpr size_t kFailureText = 1400;
 constexpr uint64_t kNapNs = 100'000'000u;  // the longest sleep between two looks for signals
 constexpr uint32_t kLeastSpinNs = 2'000;
 constexpr uint32_t kMostSpinNs = 100'000;
@@ -25,24 +28,32 @@ constexpr uint64_t kControlKey = 0;
 // A failure that another rank tells is printed when no call has raised it by then.
 constexpr uint64_t kPrintAfterNs = 500'000'000u;
 constexpr int kTickMs = 100;
+// A rank that learns late of a failure, because it was stopped, still gets this time to raise it.
+constexpr uint64_t kLeastGraceNs = 1'000'000'000u;
+// A nap that takes longer than this beyond its time: the process itself was stopped.
+constexpr uint64_t kPauseNs = 1'000'000'000u;
 
 enum : uint32_t { kUnknown = 0, kJoined = 1, kLeft = 2 };
 }  // namespace
 
 struct alignas(64) RankCell {
   std::atomic<uint32_t> state{kUnknown};
-  std::atomic<uint32_t> stop_requested{0};
   std::atomic<uint64_t> last_seen_ns{0};
+  SharedText activity;  // what the rank is about outside the engine
+  SharedText wait;      // what it waits for inside; empty when it does not, or not for long
   // Written once by the owner of the cell, before first_failure points at it.
   int32_t culprit = 0;
   int32_t failure_kind = 0;
+  uint64_t failed_ns = 0;
   char failure_text[kFailureText] = {};
 };
 
 struct ControlPage {
   std::atomic<uint32_t> magic{0};
-  std::atomic<int32_t> first_failure{0};  // 1 + the rank whose cell tells; set once
-  RankCell cells[1];                      // `size` of them, then the bells
+  std::atomic<int32_t> first_failure{0};   // 1 + the rank whose cell tells; set once
+  std::atomic<uint64_t> stop_asked_ns{0};  // when a rank last asked for the end of a run
+  alignas(64) std::atomic<uint64_t> stop_line{0};
+  RankCell cells[1];  // `size` of them, then the bells
 };
 
 namespace {
@@ -53,6 +64,7 @@ size_t page_bytes(int size) {
 Bell* bells_of(ControlPage* page, int size) {
   return reinterpret_cast<Bell*>(page->cells + size + 1);
 }
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "a lock would not be shared");
 std::string in_seconds(uint64_t ns) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
@@ -94,6 +106,8 @@ HostControlPlane::HostControlPlane(int rank, int size, Mesh mesh, const ControlS
   memory_ = share(everybody, kControlKey, page_bytes(size), timeout_ns, interrupt);
   page_ = reinterpret_cast<ControlPage*>(memory_->data());
   bells_ = Bells(bells_of(page_, size), rank, size);
+  stop_line_ = std::make_unique<StopLine>(&page_->stop_line);
+  for (const pid_t pid : mesh_.pids) started_.push_back(read_process(pid).started);
   page_->magic.store(kPageMagic, std::memory_order_release);
   mark_seen();
   page_->cells[rank].state.store(kJoined, std::memory_order_release);
@@ -238,6 +252,7 @@ void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::s
     if (cell.failure_text[0] != 0) return;  // this rank has spoken; the first word counts
     cell.culprit = culprit;
     cell.failure_kind = static_cast<int32_t>(kind);
+    cell.failed_ns = now_ns();
     std::memcpy(cell.failure_text, text.data(), fitting(text, kFailureText - 1));
     // Release: who reads the number with acquire sees the text. Still with the lock: a thread of
     // this rank that finds the text written relies on there being a failure.
@@ -266,17 +281,30 @@ void HostControlPlane::mark_seen() {
   page_->cells[rank_].last_seen_ns.store(now_ns(), std::memory_order_relaxed);
 }
 
-void HostControlPlane::request_stop(uint32_t value) {
-  if (!usable()) return;
-  page_->cells[rank_].stop_requested.store(value, std::memory_order_release);
+void HostControlPlane::begin_run() {
+  if (usable()) stop_line_->begin_run();
 }
 
-uint32_t HostControlPlane::stop_requested() const {
-  uint32_t value = 0;
-  for (int peer = 0; usable() && peer < size_; ++peer) {
-    value = std::max(value, page_->cells[peer].stop_requested.load(std::memory_order_acquire));
-  }
-  return value;
+void HostControlPlane::request_stop() {
+  if (!usable()) return;
+  // Before the line is closed: whoever sees it closed measures from here or from later.
+  page_->stop_asked_ns.store(now_ns(), std::memory_order_release);
+  stop_line_->close();
+}
+
+bool HostControlPlane::stop_requested() const { return usable() && stop_line_->closed(); }
+
+bool HostControlPlane::pass_point() { return !usable() || stop_line_->pass(); }
+
+void HostControlPlane::set_activity(const std::string& text) {
+  if (!usable()) return;
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  page_->cells[rank_].activity.write(text);
+}
+
+void HostControlPlane::tell_wait(const std::string& text) {
+  std::lock_guard<std::mutex> lock(texts_mutex_);
+  page_->cells[rank_].wait.write(text);
 }
 
 void HostControlPlane::leave() {
@@ -317,21 +345,27 @@ bool HostControlPlane::on_connection_ended(int rank) {
 }
 
 void HostControlPlane::notice_failure() {
-  if (failed_at_ == 0) failed_at_ = now_ns();
+  if (noticed_at_ != 0) return;
+  noticed_at_ = now_ns();
+  const int teller = page_->first_failure.load(std::memory_order_acquire) - 1;
+  // The grace counts from the failure; a rank that was stopped learns of it late.
+  failed_at_ = teller < 0 ? noticed_at_ : page_->cells[teller].failed_ns;
 }
 
 int HostControlPlane::on_tick() {
-  if (failed_at_ == 0 || failure_raised_.load(std::memory_order_relaxed)) return -1;
-  const uint64_t passed = now_ns() - failed_at_;
-  if (!failure_printed_ && passed >= kPrintAfterNs) {
+  if (noticed_at_ == 0 || failure_raised_.load(std::memory_order_relaxed)) return -1;
+  const uint64_t now = now_ns();
+  if (!failure_printed_ && now - noticed_at_ >= kPrintAfterNs) {
     print_line(rank_, failure()->text);
     failure_printed_ = true;
   }
-  if (settings_.abort_grace_ns == 0) return failure_printed_ ? -1 : kTickMs;
-  if (passed < settings_.abort_grace_ns) return kTickMs;
+  const uint64_t grace = settings_.abort_grace_ns;
+  if (grace == 0) return failure_printed_ ? -1 : kTickMs;
+  if (now - failed_at_ < grace || now - noticed_at_ < std::min(grace, kLeastGraceNs)) {
+    return kTickMs;
+  }
   // The main thread sits somewhere that we cannot interrupt and that will never return.
-  print_line(rank_, "no call has returned to the engine for " +
-                        in_seconds(settings_.abort_grace_ns) +
+  print_line(rank_, "no call has returned to the engine for " + in_seconds(grace) +
                         " (abort_grace_seconds) after that failure; ending this process");
   _exit(1);
 }
@@ -351,60 +385,134 @@ int HostControlPlane::first_left(const std::vector<int>& ranks) const {
   return -1;
 }
 
-void HostControlPlane::check_limits(const Wait& settings, uint64_t started, uint64_t last_progress,
-                                    uint64_t* next_warning) {
+// What the other ranks do instead of coming. Ranks that wait in the engine themselves are of
+// interest only when all do: then they wait for each other, in different places.
+std::string HostControlPlane::report(const std::vector<int>& needed) const {
+  std::string elsewhere;
+  std::string waiting;
   const uint64_t now = now_ns();
+  for (const int peer : needed) {
+    if (peer == rank_ || has_left(peer)) continue;
+    const RankCell& cell = page_->cells[peer];
+    uint64_t since = 0;
+    const std::string wait = cell.wait.read(&since);
+    const pid_t pid = mesh_.pids[static_cast<size_t>(peer)];
+    const ProcessState process = read_process(pid);
+    const bool known = process.state != 0 && process.started == started_[static_cast<size_t>(peer)];
+    std::string who = "; rank " + std::to_string(peer);
+    if (pid > 0)
+      who +=
+          " (pid " + std::to_string(pid) + ", " + describe_state(known ? process.state : 'X') + ")";
+    const bool stopped = known && (process.state == 'T' || process.state == 't');
+    if (!wait.empty()) {
+      const std::string text = who + " waits for " + wait;
+      (stopped ? elsewhere : waiting) += text;
+      continue;
+    }
+    const std::string activity = cell.activity.read(&since);
+    elsewhere +=
+        who + " is in: " +
+        (activity.empty() ? "code outside the engine"
+                          : activity + " (for " + in_seconds(now - std::min(now, since)) + ")");
+  }
+  return elsewhere.empty() ? waiting : elsewhere;
+}
+
+// A job that has been given up because of ranks that are stopped: they are woken, so that their
+// own watch can end them. Nobody else would, and a stopped process takes no SIGTERM.
+void HostControlPlane::wake_stopped(const std::vector<int>& ranks) const {
+  for (const int peer : ranks) {
+    const pid_t pid = mesh_.pids[static_cast<size_t>(peer)];
+    const ProcessState process = read_process(pid);
+    if (peer == rank_ || process.state != 'T') continue;
+    if (process.started == started_[static_cast<size_t>(peer)]) kill(pid, SIGCONT);
+  }
+}
+
+void HostControlPlane::check_limits(const Wait& settings, const std::vector<int>& needed,
+                                    Waited* waited) {
+  const uint64_t now = now_ns();
+  const auto what = [&] {
+    return settings.describe ? settings.describe() : std::string("the other ranks");
+  };
   const auto give_up = [&](ErrorKind kind, const std::string& reason) {
-    const std::string what = settings.describe ? settings.describe() : "the other ranks";
-    post_failure(kind, "rank " + std::to_string(rank_) + " waited for " + what + "; " + reason);
+    post_failure(kind, "rank " + std::to_string(rank_) + " waited for " + what() + "; " + reason +
+                           report(needed));
+    wake_stopped(needed);
     throw_failure();
   };
-  if (settings.timeout_ns != 0 && now - started >= settings.timeout_ns) {
+  const uint64_t blocked = now - waited->last_progress;
+  if (settings.timeout_ns != 0 && now - waited->started >= settings.timeout_ns) {
     give_up(ErrorKind::timeout, "gave up after the timeout of " + in_seconds(settings.timeout_ns));
   }
-  if (settings_.stall_abort_ns != 0 && now - last_progress >= settings_.stall_abort_ns) {
+  if (settings_.stall_abort_ns != 0 && blocked >= settings_.stall_abort_ns) {
     give_up(ErrorKind::stall,
             "gave up after " + in_seconds(settings_.stall_abort_ns) + " (stall_abort_seconds)");
+  }
+  if (settings_.abort_grace_ns != 0 && stop_requested()) {
+    // Whoever sends SIGTERM does not wait for long. The ranks still get the time to come to the
+    // end of their batch.
+    const uint64_t asked = page_->stop_asked_ns.load(std::memory_order_acquire);
+    const uint64_t since = std::max(asked, waited->last_progress);
+    if (now > since && now - since >= settings_.abort_grace_ns) {
+      give_up(ErrorKind::stall, "gave up, because the job was asked to end and nothing moved for " +
+                                    in_seconds(settings_.abort_grace_ns) +
+                                    " (abort_grace_seconds)");
+    }
   }
   const uint64_t interval =
       settings.first ? settings_.first_stall_warning_ns : settings_.stall_warning_ns;
   if (interval == 0) return;
-  if (*next_warning == 0) *next_warning = last_progress + interval;
-  if (now < *next_warning) return;
-  *next_warning += interval;
-  print_line(rank_, "has been waiting for " + in_seconds(now - last_progress) + " for " +
-                        (settings.describe ? settings.describe() : "the other ranks"));
+  if (waited->next_warning == 0) waited->next_warning = waited->last_progress + interval;
+  if (now < waited->next_warning) return;
+  waited->next_warning += interval;
+  waited->warned = true;
+  print_line(rank_,
+             "has been waiting for " + in_seconds(blocked) + " for " + what() + report(needed));
 }
 
 void HostControlPlane::wait(const std::function<Step()>& step, const Wait& settings,
                             const std::vector<int>& needed) {
   check_usable();
   mark_seen();
-  uint64_t started = 0;
-  uint64_t last_progress = 0;
-  uint64_t next_warning = 0;
+  Waited waited;
+  // Whatever ends the wait, the others must not read on that it lasts.
+  struct Untell {
+    HostControlPlane& control;
+    Waited& waited;
+    ~Untell() {
+      if (waited.told) control.tell_wait("");
+    }
+  } const untell{*this, waited};
   bool slept = false;
+  const auto moved = [&] {
+    if (waited.warned) {
+      print_line(rank_, "goes on after " + in_seconds(now_ns() - waited.last_progress));
+    }
+    if (waited.told) tell_wait("");
+    waited.last_progress = waited.next_warning = 0;
+    waited.warned = waited.told = false;
+  };
   for (;;) {
     Step result = step();
-    if (result == Step::done) return;
+    if (result == Step::done) return moved();
     if (result == Step::progressed) {
-      if (last_progress != 0) {
+      if (waited.last_progress != 0) {
         // What came while spinning was worth spinning for.
         if (!slept) {
           const uint32_t spin = spin_ns_.load(std::memory_order_relaxed);
           spin_ns_.store(std::min(kMostSpinNs, spin + spin / 8 + 100), std::memory_order_relaxed);
         }
-        last_progress = 0;
-        next_warning = 0;
+        moved();
       }
       slept = false;
       continue;
     }
     if (failure() != nullptr) throw_failure();
     const uint64_t now = now_ns();
-    if (started == 0) started = now;
-    if (last_progress == 0) last_progress = now;
-    if (may_spin_ && now - last_progress < spin_ns_.load(std::memory_order_relaxed)) {
+    if (waited.started == 0) waited.started = now;
+    if (waited.last_progress == 0) waited.last_progress = now;
+    if (may_spin_ && now - waited.last_progress < spin_ns_.load(std::memory_order_relaxed)) {
       for (int i = 0; i < 32; ++i) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -425,10 +533,9 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       // Looked at before the step: if the rank finished its part and then left, the step finds it.
       const int left = first_left(needed);
       result = step();
-      if (result == Step::done) return;
+      if (result == Step::done) return moved();
       if (result == Step::progressed) {
-        last_progress = 0;
-        next_warning = 0;
+        moved();
         continue;
       }
       if (failure() != nullptr) throw_failure();
@@ -437,6 +544,17 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       }
       sleep.wait(kNapNs);
     }
+    const uint64_t woken = now_ns();
+    if (woken - now >= kNapNs + kPauseNs) {
+      // This process was stopped, perhaps together with all others (Ctrl-Z): time that nobody
+      // could use does not count.
+      waited.started += woken - now;
+      waited.last_progress += woken - now;
+      waited.next_warning = 0;
+    } else if (!waited.told && woken - waited.last_progress >= kNapNs) {
+      tell_wait(settings.describe ? settings.describe() : "the other ranks");
+      waited.told = true;
+    }
     if (settings.interrupt != nullptr && *settings.interrupt) {
       try {
         (*settings.interrupt)();
@@ -444,11 +562,12 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
         // This rank gives up in the middle of something that the others wait for.
         post_failure(ErrorKind::rank_failed,
                      "rank " + std::to_string(rank_) + " was interrupted while it waited for " +
-                         (settings.describe ? settings.describe() : "the other ranks"));
+                         (settings.describe ? settings.describe() : "the other ranks") +
+                         report(needed));
         throw;
       }
     }
-    check_limits(settings, started, last_progress, &next_warning);
+    check_limits(settings, needed, &waited);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "control/bells.h"
 #include "control/control_plane.h"
 #include "control/handshake.h"
+#include "control/stop_line.h"
 #include "control/watch.h"
 
 namespace hvd {
@@ -50,8 +51,11 @@ class HostControlPlane final : public ControlPlane {
   void post_failure(ErrorKind kind, const std::string& text) override;
   bool has_left(int rank) const override;
   uint64_t last_seen(int rank) const override;
-  void request_stop(uint32_t value) override;
-  uint32_t stop_requested() const override;
+  void begin_run() override;
+  void request_stop() override;
+  bool stop_requested() const override;
+  bool pass_point() override;
+  void set_activity(const std::string& text) override;
   void notify() override {
     if (usable()) bells_.ring_all();
   }
@@ -81,8 +85,18 @@ class HostControlPlane final : public ControlPlane {
   [[noreturn]] void throw_failure();
   [[noreturn]] void throw_left(int rank, const std::string& what);
   [[noreturn]] void throw_lost(int rank);
-  void check_limits(const Wait& settings, uint64_t started, uint64_t last_progress,
-                    uint64_t* next_warning);
+  // Of one wait: since when it lasts, and what has been said about it.
+  struct Waited {
+    uint64_t started = 0;        // 0: it has not been blocked yet
+    uint64_t last_progress = 0;  // 0: something moved since the last look
+    uint64_t next_warning = 0;
+    bool warned = false;  // a line has been printed
+    bool told = false;    // the others can read what is waited for
+  };
+  void check_limits(const Wait& settings, const std::vector<int>& needed, Waited* waited);
+  void tell_wait(const std::string& text);
+  std::string report(const std::vector<int>& needed) const;
+  void wake_stopped(const std::vector<int>& ranks) const;
   int first_left(const std::vector<int>& ranks) const;
 
   int rank_;
@@ -93,6 +107,9 @@ class HostControlPlane final : public ControlPlane {
   std::unique_ptr<SharedMemory> memory_;
   ControlPage* page_ = nullptr;
   Bells bells_;
+  std::unique_ptr<StopLine> stop_line_;
+  std::vector<uint64_t> started_;  // by rank: when its process started, see ProcessState
+  std::mutex texts_mutex_;         // of the texts in this rank's cell: one writer at a time
   std::atomic<uint32_t> spin_ns_;
   bool may_spin_;
 
@@ -100,7 +117,8 @@ class HostControlPlane final : public ControlPlane {
   std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded
   std::atomic<bool> failure_cached_{false};
   std::atomic<bool> failure_raised_{false};  // some call of this process has thrown it
-  uint64_t failed_at_ = 0;                   // of the watch thread: when it learned of the failure
+  uint64_t failed_at_ = 0;                   // of the watch thread: when the grace began
+  uint64_t noticed_at_ = 0;                  // of the watch thread: when it learned of the failure
   bool failure_printed_ = false;             // of the watch thread
 
   std::mutex mailbox_mutex_;

@@ -8,12 +8,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include "base/clock.h"
 #include "base/quiet_thread.h"
+#include "control/process.h"
 
 namespace hvd {
 namespace {
@@ -40,36 +40,6 @@ Descriptor open_pidfd(pid_t pid) {
 #else
   return Descriptor(static_cast<int>(syscall(434, pid, 0)));  // the same number everywhere
 #endif
-}
-
-// What /proc tells of a process. `exit_status` is there as long as it is a zombie.
-struct ProcessState {
-  char state = 0;  // 0: there is no such process (any more)
-  uint64_t started = 0;
-  int exit_status = 0;
-};
-
-ProcessState read_process(pid_t pid) {
-  ProcessState process;
-  char text[1024];
-  std::snprintf(text, sizeof text, "/proc/%d/stat", static_cast<int>(pid));
-  std::FILE* file = pid > 0 ? std::fopen(text, "re") : nullptr;
-  if (file == nullptr) return process;
-  const size_t count = std::fread(text, 1, sizeof text - 1, file);
-  std::fclose(file);
-  text[count] = 0;
-  // The name stands in brackets and may itself contain brackets and blanks; the state is the
-  // third field, the start time the 22nd, the exit status the 52nd and last.
-  char* field = std::strrchr(text, ')');
-  for (int number = 3; field != nullptr; ++number) {
-    field = std::strchr(field, ' ');
-    if (field == nullptr) break;
-    ++field;
-    if (number == 3) process.state = *field;
-    if (number == 22) process.started = std::strtoull(field, nullptr, 10);
-    if (number == 52) process.exit_status = std::atoi(field);
-  }
-  return process;
 }
 
 std::string describe_status(int status) {

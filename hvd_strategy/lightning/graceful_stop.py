@@ -1,36 +1,28 @@
 """Ends training on SIGTERM after the same batch on every rank.
 
 Lightning lets rank 0 broadcast a flag through torch.distributed at every batch, which costs
-milliseconds and does not see a signal that only another rank received. Here the ranks meet about
-once a second, and never less often than every 16 batches: one small exchange, in which the flag of
-any rank becomes that of all. It also carries how long a batch takes, from which all ranks compute
-the number of batches until the next meeting; so they agree on that as well.
+milliseconds and does not see a signal that only another rank received. A mere flag in shared memory
+would not do: two ranks look at different moments, so the one that sees it would stop a batch before
+the one that looked just too early, and leave it waiting.
 
-A look at a flag in shared memory would be cheaper still, but two ranks look at different moments:
-the one that sees the flag would stop a batch before the one that looked just too early, and leave
-it waiting.
+Here every rank counts the points that all ranks pass in the same order: before each batch, at the
+start and the end of a validation, at the end of training. The session keeps the furthest point that
+any rank has passed; SIGTERM freezes it. Ranks that are behind run up to there, nobody passes the
+next one. That takes one look at a word of shared memory per batch, and nobody waits for anybody.
 
-The start and the end of a validation within a fit, and the end of training, are meetings too. While
-evaluating, ranks may have different numbers of batches, so there a rank that receives SIGTERM ends
-by itself, as with Lightning; the others are told through the error that it posts.
+While evaluating, ranks may have different numbers of batches, so there a rank that receives SIGTERM
+ends by itself, as with Lightning; the others are told through the error that it posts.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
-
-import torch
 
 from hvd_strategy._private_api import lightning_sigterm_flag, replace_lightning_sigterm
 from hvd_strategy.session import Session
 
 _log = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_MEETINGS = 1.0
-# Bounds what a sudden change from short to long batches can cost.
-_MOST_BATCHES_BETWEEN_MEETINGS = 16
 
 
 class GracefulStop:
@@ -40,21 +32,25 @@ class GracefulStop:
         trainer: the Trainer whose loop and signal handler are replaced, on the instances, until
             `detach`.
         session: the ranks, more than one.
+        sigterm_exception: what Lightning ends a run with.
     """
 
-    def __init__(self, trainer: Any, session: Session) -> None:
+    def __init__(
+        self, trainer: Any, session: Session, sigterm_exception: type[BaseException]
+    ) -> None:
         self._trainer = trainer
         self._session = session
+        self._sigterm_exception = sigterm_exception
         self._signalled = False
         self._agreed = False
-        self._batches = 0
-        self._batches_between = 1
-        self._met_at = time.monotonic()
-        self._restore = replace_lightning_sigterm(trainer, self._on_sigterm)
+        session.core.begin_run()
+        self._restore, self._looks_between = replace_lightning_sigterm(
+            trainer, self._on_sigterm, self._between_batches
+        )
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks know that training is to end."""
+        """Whether this rank has come to the point at which training ends on all ranks."""
         return self._agreed
 
     def detach(self) -> None:
@@ -63,27 +59,23 @@ class GracefulStop:
 
     def on_batch_start(self) -> None:
         """To be called at the start of every training batch, on all ranks."""
-        self._batches += 1
-        if self._batches >= self._batches_between:
-            self.meet()
+        if not self._looks_between:
+            self.reach_point()
 
-    def meet(self) -> bool:
-        """Agrees on whether training is to end, and returns it. Collective.
+    def reach_point(self) -> bool:
+        """Comes to the next point, on all ranks, and returns whether training ends here.
 
         Lightning's loops end after the running batch, or epoch, when they find the flag set here.
         """
-        seconds = (time.monotonic() - self._met_at) / max(1, self._batches)
-        told = torch.tensor([float(self._signalled), seconds], dtype=torch.float64)
-        signalled, slowest = self._session.allreduce(told, "max").tolist()
-        if signalled:
+        if not self._agreed and not self._session.core.pass_point():
             self._agreed = True
             lightning_sigterm_flag(self._trainer).received_sigterm = True
-        most = min(2 * self._batches_between, _MOST_BATCHES_BETWEEN_MEETINGS)
-        wanted = int(_SECONDS_BETWEEN_MEETINGS / max(slowest, 1e-6))
-        self._batches_between = max(1, min(wanted, most))
-        self._batches = 0
-        self._met_at = time.monotonic()
         return self._agreed
+
+    def _between_batches(self) -> None:
+        self._session.set_activity("the loading of a batch")
+        if self.reach_point():
+            raise self._sigterm_exception
 
     def _on_sigterm(self, signum: int, _: Any) -> None:
         """Runs in the main thread, between any two instructions or inside a wait of the engine."""
@@ -92,6 +84,8 @@ class GracefulStop:
         if not self._signalled and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         self._signalled = True
+        if not self._session.closed:
+            self._session.core.request_stop()
         if trainer.evaluating or trainer.predicting or trainer.sanity_checking:
             lightning_sigterm_flag(trainer).received_sigterm = True
 

@@ -25,6 +25,7 @@ from typing_extensions import override
 from hvd_strategy._private_api import lightning_is_interactive, names_ignored_by_ddp
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
+from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
@@ -207,10 +208,15 @@ class DataParallelStrategy(_Base):
     def setup_distributed(self) -> None:
         """Makes sure of torch.distributed's default group and opens the session."""
         environment = self.cluster_environment
-        if isinstance(environment, LauncherEnvironment):
-            # This launcher gives no port to meet at: the session finds its own way.
+        address = None
+        self.set_world_ranks()
+        if self.world_size > 1:
+            # The session makes the group, in a way that notices a rank which ends meanwhile.
             self._tree.fabric_name("utilities.seed", "reset_seed")()
-            self.set_world_ranks()
+            # A launcher that Lightning does not know gives no port to meet at: the session finds
+            # its own way.
+            if not isinstance(environment, LauncherEnvironment):
+                address = (environment.main_address, environment.main_port)
         else:
             super().setup_distributed()
         world = World(
@@ -220,7 +226,7 @@ class DataParallelStrategy(_Base):
             local_size=self.num_processes,
             node_rank=self.node_rank,
         )
-        self._session = open_session(world, **self._session_options)
+        self._session = open_session(world, address=address, **self._session_options)
         self._failed = False
         for name in self._ignored_arguments:
             self._rank_zero("rank_zero_info")(
@@ -274,7 +280,11 @@ class DataParallelStrategy(_Base):
                     self._rank_zero("rank_zero_warn"),
                 )
         if self._session.size > 1:
-            self._stop = GracefulStop(trainer, self._session)
+            self._stop = GracefulStop(
+                trainer,
+                self._session,
+                self._tree.pytorch_name("utilities.exceptions", "SIGTERMException"),
+            )
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -336,6 +346,7 @@ class DataParallelStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Makes buffers equal that this batch may read, and looks whether training is to end."""
         super().on_train_batch_start(batch, batch_idx)
+        self._is_in(f"the forward of batch {batch_idx}")
         if self._state is not None:
             self._state.broadcast_written_buffers()
         if self._replica_check is not None:
@@ -347,26 +358,49 @@ class DataParallelStrategy(_Base):
     def on_validation_start(self) -> None:
         """Shows validation the same model on all ranks."""
         super().on_validation_start()
+        self._is_in("validation")
         if self._reducer is not None:
             self._broadcast_buffers()
             if self._stop is not None:
-                self._stop.meet()
+                self._stop.reach_point()
 
     @override
     def on_validation_end(self) -> None:
-        """Lets all ranks know of a SIGTERM that one received meanwhile."""
+        """Ends training here on all ranks, if one received SIGTERM meanwhile."""
         super().on_validation_end()
+        self._is_in("what follows validation")
         if self._reducer is not None and self._stop is not None:
-            self._stop.meet()
+            self._stop.reach_point()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._is_in("the test")
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._is_in("prediction")
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._is_in("backward")
+
+    def _is_in(self, activity: str) -> None:
+        """Lets the other ranks' stall reports say where this rank is."""
+        if self._session is not None:
+            self._session.set_activity(activity)
 
     @override
     def on_train_end(self) -> None:
         """Leaves the same model on all ranks."""
         super().on_train_end()
+        self._is_in("the end of training")
         self._broadcast_buffers()
         if self._replica_check is not None:
             self._replica_check.on_train_end()
-        if self._stop is not None and self._stop.meet():
+        if self._stop is not None and self._stop.reach_point():
             raise self._tree.pytorch_name("utilities.exceptions", "SIGTERMException")
 
     def save_checkpoint(
@@ -374,7 +408,9 @@ class DataParallelStrategy(_Base):
     ) -> None:
         """Writes the checkpoint on rank 0. Collective, as all of Lightning's callers expect."""
         self._broadcast_buffers()
+        self._is_in("the saving of a checkpoint")
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._is_in("what follows the saving of a checkpoint")
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -386,6 +422,7 @@ class DataParallelStrategy(_Base):
         if self._session is None or (self._stop is not None and self._stop.agreed):
             return
         self._failed = True
+        add_explanation(self._session, exception)
         self._session.post_error(f"{type(exception).__name__}: {exception}".rstrip(": "))
 
     def _reports_status(self) -> bool:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,6 +73,37 @@ class Line:
     text: str
 
 
+class Process(Protocol):
+    """What is used here of `subprocess.Popen`."""
+
+    pid: int
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    @property
+    def returncode(self) -> Any: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start_process(
+    command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], cwd: str
+) -> Process:
+    """Starts a fresh process, in a session of its own, that dies with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), *command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=tuple(pass_fds),
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
 @dataclass
 class _Stream:
     rank: int
@@ -89,6 +120,7 @@ class RankProcesses:
         environments: the whole environment of each rank.
         pass_fds: file descriptors that each rank inherits.
         keep: an object that must live as long as the ranks do (their store).
+        start: what starts one process.
     """
 
     def __init__(
@@ -99,6 +131,7 @@ class RankProcesses:
         pass_fds: Sequence[Sequence[int]] | None = None,
         cwd: str | os.PathLike[str] = ROOT,
         keep: object = None,
+        start: Callable[..., Process] = start_process,
     ) -> None:
         self.lines: list[Line] = []
         self.keep = keep
@@ -107,18 +140,14 @@ class RankProcesses:
         self._changed = threading.Condition()
         self._streams: dict[int, _Stream] = {}
         self._stopped = False
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.started = time.monotonic()
         for rank, command in enumerate(commands):
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), *command],
-                env={**environments[rank], _MARK: f"{os.environ.get(_MARK, '')}/{self._mark}"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=tuple(pass_fds[rank]) if pass_fds else (),
-                cwd=cwd,
-                start_new_session=True,
+            process = start(
+                command,
+                {**environments[rank], _MARK: f"{os.environ.get(_MARK, '')}/{self._mark}"},
+                pass_fds[rank] if pass_fds else (),
+                os.fspath(cwd),
             )
             self.processes.append(process)
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -384,8 +413,7 @@ def start_function(
         env: changes to the environment of all ranks; None removes a variable.
         agent_store: as under torchrun, the store lives in the launcher. Otherwise rank 0 serves it.
     """
-    payload = base64.b64encode(pickle.dumps((function.__module__, function.__qualname__, args)))
-    command = [sys.executable, "-m", "tests.faults.processes", payload.decode()]
+    command = [sys.executable, "-m", "tests.faults.processes", payload_of(function, *args)]
     return start_ranks([command] * ranks, env=env, agent_store=agent_store)
 
 
@@ -415,6 +443,7 @@ def start_ranks(
     env: Mapping[str, str | None] | None = None,
     agent_store: bool = True,
     pass_fds: Sequence[Sequence[int]] | None = None,
+    start: Callable[..., Process] = start_process,
 ) -> RankProcesses:
     """Starts one command a rank, in the environment that torchrun makes for it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -430,7 +459,11 @@ def start_ranks(
         for rank in range(len(commands))
     ]
     return RankProcesses(
-        commands, environments, pass_fds=pass_fds, keep=store if agent_store else None
+        commands,
+        environments,
+        pass_fds=pass_fds,
+        keep=store if agent_store else None,
+        start=start,
     )
 
 
@@ -509,7 +542,14 @@ def _socket_owners(inodes: Mapping[int, str]) -> dict[int, set[int]]:
     return owners
 
 
-def _call(payload: str) -> None:
+def payload_of(function: Callable[..., object], *args: object) -> str:
+    """A call of a module-level function, as text for `call`."""
+    return base64.b64encode(
+        pickle.dumps((function.__module__, function.__qualname__, args))
+    ).decode()
+
+
+def call(payload: str) -> None:
     """What a process of `start_function` runs."""
     import importlib
 
@@ -521,4 +561,4 @@ def _call(payload: str) -> None:
 
 
 if __name__ == "__main__":
-    _call(sys.argv[1])
+    call(sys.argv[1])

@@ -7,6 +7,7 @@ them in fresh processes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,20 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def _loss(model: nn.Module, rank: int, step: int, *, failing: bool = False) -> Tensor:
+def _loss(
+    model: nn.Module,
+    rank: int,
+    step: int,
+    *,
+    failing: bool = False,
+    in_backward: Callable[[], None] | None = None,
+) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     hidden = model[0](torch.randn(5, 8, generator=generator))  # type: ignore[index]
     if failing:
         hidden = _Failing.apply(hidden)
+    if in_backward is not None:
+        hidden.register_hook(lambda _: in_backward())
     return model[2](model[1](hidden)).square().mean()  # type: ignore[index,no-any-return]
 
 
@@ -55,10 +65,12 @@ class Training:
         self.steps: list[int] = []  # those that changed the parameters
         self.next = 0
 
-    def step(self, *, failing: bool = False) -> None:
+    def step(self, *, failing: bool = False, in_backward: Callable[[], None] | None = None) -> None:
+        """One step; `in_backward` is called when half of the gradients are there."""
         number, self.next = self.next, self.next + 1
         self.optimizer.zero_grad()
-        _loss(self.model, self.session.rank, number, failing=failing).backward()
+        rank = self.session.rank
+        _loss(self.model, rank, number, failing=failing, in_backward=in_backward).backward()
         self.optimizer.step()
         self.steps.append(number)
 

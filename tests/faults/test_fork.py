@@ -72,8 +72,11 @@ def check_child(training: Training) -> None:
     # Nobody is there to hear it, and no memory to write it to.
     session.post_error("from the child")
     session.core.post_error("from the child")
-    session.core.request_stop(3)
-    assert session.core.stop_requested() == 0
+    session.core.request_stop()
+    assert not session.core.stop_requested()
+    assert session.core.pass_point()
+    session.set_activity("something in the child")
+    session.core.set_activity("something in the child")
     assert session.core.failure() is None
     session.close()
     session.core.close()
@@ -130,7 +133,7 @@ def forks_and_sessions() -> None:
     training.step()
     training.check()
     assert session.core.failure() is None
-    assert session.core.stop_requested() == 0
+    assert not session.core.stop_requested()
     say("parent trains on")
 
     session.barrier()

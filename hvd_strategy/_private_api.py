@@ -209,3 +209,93 @@ def replace_lightning_sigterm(
             vars(owner).pop(name, None)
 
     return restore, any(name == "_broadcast_sigterm_tensor" for _, name in replaced)
+
+
+def lightning_result_collections(trainer: Any) -> list[Any]:
+    """Where `self.log` puts what it is given: of training, its validation, validate and test.
+
+    Replaced on the instances: `log`, `update_metrics`, `metrics`. Read: `batch`, `batch_size`,
+    `dataloader_idx`, `DATALOADER_SUFFIX`; of the entries `meta`, `value`, `cumulated_batch_size`,
+    `is_tensor`, `has_reset`.
+
+    lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection and
+    _ResultMetric, in the loops' _results.
+    """
+    fit = trainer.fit_loop.epoch_loop
+    loops = (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [loop._results for loop in loops]
+
+
+def logged_step_value(entry: Any) -> Tensor | None:
+    """What was logged last under an entry of a result collection, for the step.
+
+    lightning...logger_connector.result._ResultMetric._forward_cache.
+    """
+    value: Tensor | None = entry._forward_cache
+    return value
+
+
+def logged_epoch_value(entry: Any) -> Tensor | None:
+    """The value of the epoch, None while it has not been computed from what was logged last.
+
+    lightning...logger_connector.result._ResultMetric._computed, as in torchmetrics.Metric.
+    """
+    value: Tensor | None = entry._computed
+    return value
+
+
+def set_logged_epoch_value(entry: Any, value: Tensor) -> None:
+    """Sets it, until something is logged under the entry again."""
+    entry._computed = value
+
+
+def lightning_evaluation_loops(trainer: Any) -> list[tuple[Any, str, Any]]:
+    """Loops that validate or test; the method by which each stores what an epoch logged; where.
+
+    The method is called by all ranks at the end of every data loader, before any hook.
+
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs, _results.
+    """
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [(loop, "_store_dataloader_outputs", loop._results) for loop in loops]
+
+
+def lightning_checkpoint_connector(trainer: Any) -> Any:
+    """The object whose `dump_checkpoint` collects what a checkpoint holds, on all ranks.
+
+    lightning.pytorch.Trainer._checkpoint_connector.
+    """
+    return trainer._checkpoint_connector
+
+
+def lightning_data_connector(trainer: Any) -> Any:
+    """The object whose `_prepare_dataloader` gives a DataLoader the samplers of this rank.
+
+    lightning.pytorch.Trainer._data_connector, _DataConnector._prepare_dataloader.
+    """
+    return trainer._data_connector
+
+
+def requires_distributed_sampler(trainer: Any, loader: Any) -> bool:
+    """Whether Lightning wants to split the data of a DataLoader between the ranks.
+
+    lightning...connectors.data_connector._DataConnector._requires_distributed_sampler.
+    """
+    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def drawn_by_wrapper(listed: Any) -> Any:
+    """What the user's sampler gave at the last `reset` of DistributedSamplerWrapper.dataset.
+
+    lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler_list.
+    """
+    return listed._sampler_list
+
+
+def lightning_train_loaders(trainer: Any) -> list[Any]:
+    """What the running fit reads its batches from: DataLoaders and other iterables.
+
+    lightning.pytorch.loops.fit_loop._FitLoop._combined_loader.
+    """
+    loaders: list[Any] = trainer.fit_loop._combined_loader.flattened
+    return loaders

@@ -167,7 +167,7 @@ class Session:
         self._require_open()
         _require_dense_on_cpu(tensor)
         dense = _dense(tensor)
-        described = self._exchange([str(tensor.dtype), list(tensor.shape)])
+        described = self.exchange("allgather", [str(tensor.dtype), list(tensor.shape)])
         self._require_same("allgather", "dtypes", [dtype for dtype, _ in described])
         # One tensor each: views of a common one would share its version counter, and keep all of
         # it alive.
@@ -201,7 +201,7 @@ class Session:
         self._require_open()
         self._require_rank(src)
         _require_dense_on_cpu(tensor)
-        described = self._exchange([src, str(tensor.dtype), list(tensor.shape)])
+        described = self.exchange("broadcast", [src, str(tensor.dtype), list(tensor.shape)])
         self._require_same("broadcast", "sources", [source for source, _, _ in described])
         self._require_same(
             "broadcast", "tensors", [f"{dtype} {shape}" for _, dtype, shape in described]
@@ -231,7 +231,7 @@ class Session:
         if self.size == 1:
             return obj
         payload, failure = _pickled(obj) if self.rank == src else (bytearray(), None)
-        told = self._exchange([src, len(payload), _text_of(failure)])
+        told = self.exchange("broadcast_object", [src, len(payload), _text_of(failure)])
         self._require_same("broadcast_object", "sources", [source for source, _, _ in told])
         _, size, problem = told[src]
         if problem is not None:
@@ -254,7 +254,7 @@ class Session:
         if self.size == 1:
             return [obj]
         payload, failure = _pickled(obj)
-        told = self._exchange([len(payload), _text_of(failure)])
+        told = self.exchange("allgather_object", [len(payload), _text_of(failure)])
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(told):
@@ -272,6 +272,23 @@ class Session:
             objects.append(obj if rank == self.rank else pickle.loads(view[:size]))
             view = view[size:]
         return objects
+
+    def exchange(self, purpose: str, record: list[Any]) -> list[list[Any]]:
+        """Returns the small records of all ranks, in rank order, sent as JSON. Collective.
+
+        Args:
+            purpose: What the exchange is for; the same on all ranks.
+            record: This rank's record.
+
+        Raises:
+            MismatchError: Another rank came with another purpose; raised on every rank, and the
+                session stays usable.
+        """
+        self._require_open()
+        answers = self.communicator.exchange(json.dumps([purpose, record]).encode(), self._seconds)
+        told = [json.loads(answer) for answer in answers]
+        self._require_same("a collective", "purposes", [other for other, _ in told])
+        return [other for _, other in told]
 
     def barrier(self) -> None:
         """Returns once all ranks have called it."""
@@ -351,10 +368,6 @@ class Session:
         self.communicator.allreduce(
             dense.data_ptr(), dense.numel(), name, op, 1.0, post, self._seconds
         )
-
-    def _exchange(self, record: list[Any]) -> list[list[Any]]:
-        answers = self.communicator.exchange(json.dumps(record).encode(), self._seconds)
-        return [json.loads(answer) for answer in answers]
 
     def _require_same(self, what: str, of_what: str, values: list[Any]) -> None:
         for rank, value in enumerate(values):

@@ -61,7 +61,7 @@ class ModuleState:
                     "their shapes."
                 )
         if session.size > 1:
-            self._check_structure()
+            self._check_structure(self._named_tensors())
             self._watch()
 
     def broadcast(self) -> None:
@@ -69,13 +69,25 @@ class ModuleState:
         self._broadcast(tensor for _, tensor in self._named_tensors())
 
     def broadcast_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0."""
-        self._broadcast(tensor for _, tensor in self._named_buffers())
+        """Gives every rank the buffers of rank 0.
+
+        Raises:
+            MismatchError: names, shapes or dtypes differ between ranks by now.
+        """
+        if self._session.size == 1:
+            return
+        buffers = self._named_buffers()
+        self._check_structure(buffers)
+        self._broadcast(tensor for _, tensor in buffers)
         # The module may have been changed since the last time; anew, with the current versions.
         self._watch()
 
     def broadcast_written_buffers(self) -> None:
-        """Does so with what was written since the last call, except running statistics."""
+        """Does so with what was written since the last call, except running statistics.
+
+        Raises:
+            MismatchError: the shape or dtype of one differs between ranks by now.
+        """
         if not self._watched:
             return
         written = torch.tensor([watched.written() for watched in self._watched], dtype=torch.uint8)
@@ -86,7 +98,10 @@ class ModuleState:
                 for watched, flag in zip(self._watched, written.tolist(), strict=True)
                 if flag
             ]
-            self._broadcast(watched.tensor for watched in changed)
+            named = [(watched.name, watched.tensor) for watched in changed]
+            present = [(name, tensor) for name, tensor in named if tensor is not None]
+            self._check_structure(present)
+            self._broadcast(tensor for _, tensor in present)
             for watched in changed:
                 watched.note()
 
@@ -101,7 +116,7 @@ class ModuleState:
             prefix, _, own_name = name.rpartition(".")
             layer = layers[prefix]
             if buffer.numel() and not isinstance(layer, normalization_layers()):
-                self._watched.append(_WatchedBuffer(layer, own_name))
+                self._watched.append(_WatchedBuffer(name, layer, own_name))
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         return [*self._sorted(self._module.named_parameters()), *self._named_buffers()]
@@ -117,10 +132,10 @@ class ModuleState:
             key=lambda pair: pair[0],
         )
 
-    def _check_structure(self) -> None:
+    def _check_structure(self, named: list[tuple[str, Tensor]]) -> None:
         own = [
             f"{name!r}: {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            for name, tensor in self._named_tensors()
+            for name, tensor in named
         ]
         digest = hashlib.sha256("\n".join(own).encode()).digest()
         digests = self._session.allgather_object(digest)
@@ -138,23 +153,27 @@ class ModuleState:
 class _WatchedBuffer:
     """One buffer, found by its place: assigning to it replaces the tensor."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, name: str, module: nn.Module, own_name: str) -> None:
+        self.name = name
         self._module = module
-        self._name = name
+        self._own_name = own_name
         self.note()
 
     @property
-    def tensor(self) -> Tensor:
-        tensor: Tensor = getattr(self._module, self._name)
+    def tensor(self) -> Tensor | None:
+        """None once the module has dropped it."""
+        tensor: Tensor | None = getattr(self._module, self._own_name, None)
         return tensor
 
     def note(self) -> None:
         self._noted = self.tensor
-        self._version = tensor_version(self._noted)
+        self._version = None if self._noted is None else tensor_version(self._noted)
 
     def written(self) -> bool:
         tensor = self.tensor
-        return tensor is not self._noted or tensor_version(tensor) != self._version
+        if tensor is not self._noted:
+            return True
+        return tensor is not None and tensor_version(tensor) != self._version
 
 
 def broadcast_tensors(session: Session, tensors: Sequence[Tensor], src: int = 0) -> None:

@@ -27,12 +27,14 @@ from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
+from hvd_strategy.lightning.attachments import Attachments
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.lightning.replica_check import ReplicaCheck
+from hvd_strategy.lightning.skipped_steps import SkippedSteps
 from hvd_strategy.options import resolve
 from hvd_strategy.seeds import seed_by_rank
 from hvd_strategy.session import Session, open_session
@@ -69,6 +71,9 @@ class DataParallelStrategy(_Base):
     _state: ModuleState | None = None
     _stop: GracefulStop | None = None
     _replica_check: ReplicaCheck | None = None
+    _attachments: Attachments | None = None
+    _skips: SkippedSteps | None = None
+    _gradients_stay_local = False
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -258,8 +263,9 @@ class DataParallelStrategy(_Base):
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
         if fitting:
             assert self.model is not None
+            self._skips = SkippedSteps(self._session.size)
             self._reducer = GradientReducer(
-                self._named_parameters(self.model),
+                [*self._named_parameters(self.model), (SkippedSteps.NAME, self._skips.votes)],
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -285,6 +291,12 @@ class DataParallelStrategy(_Base):
                 self._session,
                 self._tree.pytorch_name("utilities.exceptions", "SIGTERMException"),
             )
+            assert self.model is not None
+            self._attachments = Attachments(
+                trainer, self.model, self._session, self._tree, lambda: not self._failed
+            )
+            if self._skips is not None:
+                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._skips)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -327,20 +339,65 @@ class DataParallelStrategy(_Base):
 
         With its own rank's loss it would decide differently on each rank.
         """
+        if self._votes():
+            closure = partial(self._count_votes, optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
             closure = partial(self._mean_of_closure, closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _mean_of_closure(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        return self.reduce(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+        if not isinstance(loss, Tensor):
+            return loss
+        mean = self.reduce(loss.detach().clone())
+        return mean if self._skips is None else mean * self._skips.factor
+
+    # ---- steps that a rank skips by returning None
+
+    def _votes(self) -> bool:
+        """Whether the ranks agree in each step on who takes part in it."""
+        return (
+            self._skips is not None
+            and self._reducer is not None
+            and self._reducer.active
+            and self.lightning_module is not None
+            and self.lightning_module.automatic_optimization
+        )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the training step; None is accepted from it in automatic optimization."""
+        output = super().training_step(*args, **kwargs)
+        if not self._votes():
+            return output
+        assert self._skips is not None
+        return self._skips.stand_in(output, self._gradients_stay_local)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Differentiates the loss, which carries the vote of this rank."""
+        if self._votes():
+            assert self._skips is not None
+            closure_loss = self._skips.add_vote(closure_loss)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    def _count_votes(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        assert self._skips is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return self._skips.count(
+            optimizer, closure, lambda: 1.0 if scaler is None else scaler.get_scale()
+        )
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps gradients local in the block: the earlier batches of an accumulation."""
-        with nullcontext() if self._reducer is None else self._reducer.no_sync():
-            yield
+        self._gradients_stay_local = True
+        try:
+            with nullcontext() if self._reducer is None else self._reducer.no_sync():
+                yield
+        finally:
+            self._gradients_stay_local = False
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -351,18 +408,18 @@ class DataParallelStrategy(_Base):
             self._state.broadcast_written_buffers()
         if self._replica_check is not None:
             self._replica_check.on_batch_start()
+        if self._attachments is not None:
+            self._attachments.on_train_batch_start(batch)
         if self._stop is not None:
             self._stop.on_batch_start()
 
     @override
     def on_validation_start(self) -> None:
-        """Shows validation the same model on all ranks."""
+        """Lets all ranks know of a SIGTERM that one received."""
         super().on_validation_start()
         self._is_in("validation")
-        if self._reducer is not None:
-            self._broadcast_buffers()
-            if self._stop is not None:
-                self._stop.reach_point()
+        if self._reducer is not None and self._stop is not None:
+            self._stop.reach_point()
 
     @override
     def on_validation_end(self) -> None:
@@ -394,10 +451,9 @@ class DataParallelStrategy(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """Leaves the same model on all ranks."""
+        """Ends all ranks by a SIGTERM that one received."""
         super().on_train_end()
         self._is_in("the end of training")
-        self._broadcast_buffers()
         if self._replica_check is not None:
             self._replica_check.on_train_end()
         if self._stop is not None and self._stop.reach_point():
@@ -452,9 +508,12 @@ class DataParallelStrategy(_Base):
     def _end_run(self) -> None:
         if self._stop is not None:
             self._stop.detach()
+        if self._attachments is not None:
+            self._attachments.detach()
         if self._reducer is not None:
             self._reducer.close()
-        self._stop = self._reducer = self._state = self._replica_check = None
+        self._stop = self._attachments = self._skips = self._replica_check = None
+        self._reducer = self._state = None
 
     def _broadcast_buffers(self) -> None:
         # Outside of a fit all ranks have loaded or received the same, and nothing changes it.
@@ -534,7 +593,15 @@ class DataParallelStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # They belong to this process, and are None where a strategy is to be sent to another.
-        for name in ("_session", "_reducer", "_state", "_stop", "_replica_check"):
+        for name in (
+            "_session",
+            "_reducer",
+            "_state",
+            "_stop",
+            "_attachments",
+            "_skips",
+            "_replica_check",
+        ):
             state.pop(name, None)
         return state
 

@@ -1,0 +1,278 @@
+"""Each rank's share of the data, where Lightning's samplers do not give it.
+
+Lightning injects a `DistributedSampler` for data with an index. With a sampler of the user's it
+lets each rank draw by itself, so that the shares of a random sampler overlap and leave data out,
+and it shuffles the order of a sampler that has one. A batch sampler of the user's it can fill with
+a sampler only if that is made in a certain way, and forgets the sampler which is in there. Here
+all ranks draw alike: the random numbers start from the seed and the epoch, as `DistributedSampler`
+does it, and each rank takes its part. What they drew is compared once per epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from hvd_strategy._private_api import (
+    drawn_by_wrapper,
+    lightning_data_connector,
+    lightning_train_loaders,
+    requires_distributed_sampler,
+)
+from hvd_strategy.errors import MismatchError
+from hvd_strategy.lightning.class_tree import ClassTree
+from hvd_strategy.lightning.replacements import Replacements
+from hvd_strategy.session import Session
+
+_COMPARED_ELEMENTS = 1 << 14  # of each tensor in a batch
+
+
+class DataShards:
+    """The data of one rank during one run of a Trainer.
+
+    Args:
+        trainer: the Trainer, set up.
+        session: the ranks, more than one.
+        tree: the Lightning package of the Trainer.
+    """
+
+    def __init__(self, trainer: Any, session: Session, tree: ClassTree) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._tree = tree
+        self._drawn: list[str] = []  # digests of what was drawn and not compared yet
+        self._saw_a_batch = False
+        self._replacements = Replacements()
+        connector = lightning_data_connector(trainer)
+        self._replacements.around(connector, "_prepare_dataloader", self._prepare)
+
+    def detach(self) -> None:
+        """Gives the Trainer its own functions back. Idempotent."""
+        self._replacements.detach()
+
+    def on_train_batch_start(self, batch: Any) -> None:
+        """Compares the first batches of a fit, and what samplers drew. Collective."""
+        if self._saw_a_batch:
+            self.compare_draws()
+            return
+        self._saw_a_batch = True
+        loaders = lightning_train_loaders(self._trainer)
+        # Whatever is no DataLoader is not split by Lightning, either.
+        iterable = any(
+            not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+            for loader in loaders
+        )
+        digest = _digest_of_batch(batch) if iterable else None
+        told = self._session.exchange("first batch", [digest, self._drawn])
+        self._raise_unless_equal([drawn for _, drawn in told])
+        seen = [other for other, _ in told]
+        alike = max(
+            ([rank for rank, other in enumerate(seen) if other and other == one] for one in seen),
+            key=len,
+        )
+        if len(alike) > 1:
+            ranks = ", ".join(map(str, alike))
+            self._tree.pytorch_name("utilities.rank_zero", "rank_zero_warn")(
+                f"The first training batch is the same on ranks {ranks}: each of them seems to "
+                "read all of the data. Split an iterable dataset between the ranks, with "
+                "hvd_strategy.data.shard(dataset) for instance."
+            )
+
+    def compare_draws(self) -> None:
+        """Compares what samplers drew since the last time, if they did. Collective then."""
+        if self._drawn:
+            self._raise_unless_equal(self._session.exchange("draws of samplers", self._drawn))
+
+    def _raise_unless_equal(self, drawn: list[list[str]]) -> None:
+        self._drawn = []
+        for rank, other in enumerate(drawn):
+            if other != drawn[0]:
+                raise MismatchError(
+                    f"A sampler or batch sampler draws other samples on rank {rank} than on rank "
+                    "0, so the ranks' shares of the data would overlap. Let it take its random "
+                    "numbers from the global generators, which are seeded alike here, or from one "
+                    "that has the same seed on all ranks. If it gives each rank its own share "
+                    "already, use Trainer(use_distributed_sampler=False)."
+                )
+
+    # ---- what Lightning calls
+
+    def _prepare(
+        self, original: Callable[..., Any], loader: Any, shuffle: bool, mode: Any
+    ) -> object:
+        predicting = self._tree.pytorch_name("trainer.states", "RunningStage").PREDICTING
+        if mode != predicting and self._is_to_be_split(loader):
+            # Of a loader that was given a batch sampler, Lightning does not know the sampler.
+            if loader.batch_size is None and _has_unknown_sampler(loader.batch_sampler):
+                return self._split_batches(loader)
+            try:
+                prepared = original(loader, shuffle=shuffle, mode=mode)
+            except TypeError:
+                if loader.batch_size is not None or loader.batch_sampler is None:
+                    raise
+                # It cannot be made anew with another sampler.
+                return self._split_batches(loader)
+        else:
+            prepared = original(loader, shuffle=shuffle, mode=mode)
+        wrapper = self._tree.fabric_name("utilities.distributed", "DistributedSamplerWrapper")
+        for owner in (prepared, getattr(prepared, "batch_sampler", None)):
+            sampler = getattr(owner, "sampler", None)
+            if type(sampler) is wrapper:
+                self._draw_alike(sampler)
+                break
+        return prepared
+
+    def _is_to_be_split(self, loader: Any) -> bool:
+        return isinstance(loader, DataLoader) and requires_distributed_sampler(
+            self._trainer, loader
+        )
+
+    def _draw_alike(self, wrapper: Any) -> None:
+        wrapper.shuffle = False  # the order is the user's sampler's
+        listed = wrapper.dataset
+
+        def reset() -> None:
+            with seeded(wrapper.seed + wrapper.epoch):
+                type(listed).reset(listed)
+            self._note(drawn_by_wrapper(listed))
+
+        listed.reset = reset
+
+    def _split_batches(self, loader: Any) -> Any:
+        split = copy.copy(loader)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as of Lightning's samplers
+        share = (self._session.rank, self._session.size)
+        batches = SplitBatches(loader.batch_sampler, *share, seed, self._note)
+        # A DataLoader refuses that another one is set; this copy is not in use yet.
+        vars(split)["batch_sampler"] = batches
+        return split
+
+    def _note(self, drawn: Any) -> None:
+        self._drawn.append(hashlib.sha256(repr(drawn).encode()).hexdigest()[:16])
+
+
+class SplitBatches:
+    """The batches of a batch sampler that are one rank's: every `size`-th of all.
+
+    All ranks get equally many; where they do not go round, the first ones are repeated, as
+    `DistributedSampler` repeats samples.
+
+    Args:
+        batches: the user's batch sampler; it needs a length.
+        rank: this rank.
+        size: number of ranks.
+        seed: what all random numbers start from, together with the epoch.
+        note: is told what was drawn for all ranks.
+    """
+
+    def __init__(
+        self, batches: Any, rank: int, size: int, seed: int, note: Callable[[Any], None]
+    ) -> None:
+        try:
+            len(batches)
+        except TypeError:
+            raise TypeError(
+                f"The batch sampler {type(batches).__name__} has no length, so its batches cannot "
+                "be split between the ranks. Give it a __len__, or use "
+                "Trainer(use_distributed_sampler=False) if it gives each rank its own share."
+            ) from None
+        self.batches = batches
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+        self._epoch = 0
+        self._note = note
+
+    @property
+    def sampler(self) -> SplitBatches:
+        """Itself: there Lightning looks for a `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws others than in the last epoch."""
+        self._epoch = epoch
+        for sampler in (self.batches, getattr(self.batches, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.batches) / self._size)
+
+    def __iter__(self) -> Iterator[Any]:
+        with seeded(self._seed + self._epoch):
+            drawn = [list(batch) for batch in self.batches]
+        self._note(drawn)
+        for start in range(0, len(drawn), self._size):
+            yield drawn[(start + self._rank) % len(drawn)]
+
+
+@contextmanager
+def seeded(seed: int) -> Generator[None, None, None]:
+    """Random numbers of Python, NumPy and torch start from `seed` in the block, and go on after."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    torch_state = torch.get_rng_state()
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _has_unknown_sampler(batches: Any) -> bool:
+    sampler = getattr(batches, "sampler", None)
+    known = (RandomSampler, SequentialSampler, DistributedSampler)
+    return batches is not None and sampler is not None and not isinstance(sampler, known)
+
+
+def _digest_of_batch(batch: Any) -> str | None:
+    """Of what is in a batch; None where nothing can be compared."""
+    digest = hashlib.sha256()
+    if not _add(digest, batch):
+        return None
+    return digest.hexdigest()[:16]
+
+
+def _add(digest: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or not value.numel():
+            return False
+        data = value.detach().reshape(-1)[:_COMPARED_ELEMENTS].resolve_conj().resolve_neg()
+        digest.update(data.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return True
+    if isinstance(value, (str, bytes, int, float)):
+        digest.update(repr(value).encode())
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_add(digest, element) for element in value) > 0
+    return False
+
+
+__all__ = ["DataShards", "SplitBatches", "seeded"]

@@ -1,0 +1,338 @@
+"""What `self.log` logs, brought together over the ranks.
+
+Lightning reduces each value by itself, without its name, in the order in which a rank logged them,
+and whenever somebody looks at it. So ranks that log other names get the mean of two different
+things, a progress bar that looks on rank 0 alone changes the order, and a value of few samples
+counts as much as one of many. Here values travel with their names, in one exchange for all of them,
+at places that all ranks pass:
+
+* values of a training step: after the optimizer's step, before anybody can look at them;
+* values of an epoch: at its end, before the callbacks' hooks;
+* what is logged elsewhere: in the call of `self.log`.
+
+The mean is that over the samples of all ranks. Ranks that log other names, or reduce them in
+another way, get a `MismatchError` on every rank. A metric that a callback or a scheduler monitors
+is brought together also without `sync_dist=True`: with a value of its own, each rank would keep
+other checkpoints and another learning rate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from hvd_strategy._private_api import (
+    lightning_result_collections,
+    logged_epoch_value,
+    logged_step_value,
+    set_logged_epoch_value,
+)
+from hvd_strategy.errors import MismatchError
+from hvd_strategy.lightning.class_tree import ClassTree
+from hvd_strategy.lightning.replacements import Replacements
+from hvd_strategy.session import Session
+
+_NAMES_IN_AN_ERROR = 10
+
+
+@dataclass
+class _Logged:
+    """One value to be brought together: `total / weight` is this rank's mean."""
+
+    operation: str
+    total: float
+    weight: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"({self.operation}, in {self.where})"
+
+
+class LoggedMetrics:
+    """Brings together what is logged during one run of a Trainer.
+
+    Args:
+        trainer: the Trainer, set up.
+        session: the ranks, more than one.
+        tree: the Lightning package of the Trainer.
+        together: whether the ranks can still meet.
+    """
+
+    def __init__(
+        self, trainer: Any, session: Session, tree: ClassTree, together: Callable[[], bool]
+    ) -> None:
+        self._session = session
+        self._tree = tree
+        self._together = together
+        self._monitored = _monitored_names(trainer)
+        self._mentioned: set[str] = set()
+        self._given_batch_size: int | None = None
+        self._in_step = False
+        # Values of the running training step, by their key; and whether to meet after each step,
+        # as all ranks do from the first step on in which one of them logs such a value.
+        self._of_step: dict[str, tuple[Any, _Logged]] = {}
+        self._meets_each_step: bool | None = None
+        self._replacements = Replacements()
+        for results in lightning_result_collections(trainer):
+            # Lightning's own is hidden from torch.compile as well.
+            log = torch.compiler.disable(self._log_into(results))
+            self._replacements.around(results, "log", log)
+            self._replacements.around(results, "update_metrics", self._update_in(results))
+            self._replacements.around(results, "metrics", self._read_of(results))
+
+    def detach(self) -> None:
+        """Gives the Trainer its own functions back. Idempotent."""
+        self._replacements.detach()
+
+    # ---- where ranks meet
+
+    def begin_step(self) -> None:
+        """What is logged from here to `end_step` is brought together there."""
+        self._in_step = True
+        self._of_step = {}
+
+    def end_step(self, skipped: bool = False) -> None:
+        """Brings together what the optimization of one training batch logged. Collective.
+
+        Args:
+            skipped: whether this rank took no part in the step; then it need not have logged what
+                the others did.
+        """
+        self._in_step = False
+        logged, self._of_step = self._of_step, {}
+        if logged or self._meets_each_step is not False:
+            anything = self._exchange_step(logged, skipped)
+            self._meets_each_step = bool(self._meets_each_step) or anything
+
+    def end_epoch(self, results: Any) -> None:
+        """Brings together the values of an epoch, before anybody looks at them. Collective."""
+        if self._together():
+            self._exchange_epoch(results, "at the end of an epoch")
+
+    # ---- what Lightning calls
+
+    def _log_into(self, results: Any) -> Callable[..., None]:
+        def log(
+            original: Callable[..., None], fx: str, name: str, value: Any, **options: Any
+        ) -> None:
+            part = options.get("sync_dist_group")
+            if (
+                isinstance(value, Tensor)
+                and not options.get("rank_zero_only")
+                and part in (None, distributed.group.WORLD)
+            ):
+                if not options.get("sync_dist") and self._is_monitored(results, name, options):
+                    options["sync_dist"] = True
+                    self._mention(name)
+                if options.get("sync_dist"):
+                    # One function for all, because Lightning compares it with an earlier call's.
+                    options["sync_dist_fn"] = _left_to_us
+            self._given_batch_size = options.get("batch_size")
+            original(fx, name, value, **options)
+
+        return log
+
+    def _update_in(self, results: Any) -> Callable[..., None]:
+        def update(original: Callable[..., None], key: str, value: Any, batch_size: int) -> None:
+            original(key, value, batch_size)
+            entry = results[key]
+            if not self._together() or not _needs_ranks(entry):
+                return
+            if entry.is_tensor and entry.meta.on_step:
+                logged = self._step_value(results, entry, batch_size)
+                if self._in_step:
+                    self._of_step[key] = (entry, logged)
+                else:
+                    self._exchange_step({key: (entry, logged)})
+            if entry.meta.on_epoch and _once_per_epoch(entry.meta.fx):
+                self._exchange_epoch(results, "by self.log", {key: entry})
+
+        return update
+
+    def _read_of(self, results: Any) -> Callable[..., Any]:
+        def read(original: Callable[..., Any], on_step: bool) -> Any:
+            # Nothing is left to do here, except where a value came about in some other way.
+            if not on_step and self._together() and _not_computed(results):
+                self._exchange_epoch(results, "when metrics were read")
+            return original(on_step)
+
+        return read
+
+    # ---- exchanges
+
+    def _step_value(self, results: Any, entry: Any, batch_size: int) -> _Logged:
+        logged = logged_step_value(entry)
+        assert logged is not None  # just now
+        value, weight = logged.item(), 1.0
+        if entry.meta.is_mean_reduction:
+            weight = float(self._samples(results, batch_size))
+        operation = entry.meta.sync.op
+        total = value * weight if operation == "mean" else value
+        return _Logged(operation, total, weight, entry.meta.fx)
+
+    def _samples(self, results: Any, batch_size: int) -> int:
+        """Number of samples behind a value; Lightning looks for it only at the epoch's metrics."""
+        if self._given_batch_size is None and results.batch_size is None:
+            if results.batch is None:
+                return batch_size
+            count = self._tree.pytorch_name("utilities.data", "extract_batch_size")
+            refused = self._tree.pytorch_name("utilities.exceptions", "MisconfigurationException")
+            try:
+                results.batch_size = count(results.batch)
+            except (refused, RecursionError):
+                results.batch_size = 1  # a batch of another kind, to be counted by the user
+        given = self._given_batch_size
+        found: int = results.batch_size if given is None else given
+        return found
+
+    def _exchange_step(self, logged: dict[str, tuple[Any, _Logged]], skipped: bool = False) -> bool:
+        """Returns whether any rank logged anything."""
+        entries = {key: value for key, (_, value) in logged.items()}
+        told, combined = self._exchange("in a batch", entries, skipped)
+        for key, value in combined.items():
+            cached = logged_step_value(logged[key][0])
+            if cached is not None:
+                # In place: where only the step counts, it is the same tensor as the entry's value.
+                cached.detach().copy_(value)
+        return told
+
+    def _exchange_epoch(
+        self, results: Any, when: str, entries: dict[str, Any] | None = None
+    ) -> None:
+        if entries is None:
+            entries = _not_computed(results)
+        _, combined = self._exchange(when, {k: _epoch_value(entry) for k, entry in entries.items()})
+        # Sorted: each torchmetrics metric synchronises itself, and ranks may have another order.
+        for key, entry in sorted(entries.items()):
+            if not entry.is_tensor:
+                entry.compute()
+                continue
+            value = combined[key].to(entry.value.device, entry.value.dtype)
+            set_logged_epoch_value(entry, value)
+
+    def _exchange(
+        self, when: str, logged: dict[str, _Logged], skipped: bool = False
+    ) -> tuple[bool, dict[str, Tensor]]:
+        """Returns whether any rank has values, and the values of all ranks together, by key."""
+        keys = sorted(logged)
+        names = [f"{key} {logged[key]}" for key in keys]
+        digest = hashlib.sha256("\n".join([when, *names]).encode()).hexdigest()[:16]
+        values = [[logged[key].total, logged[key].weight] for key in keys]
+        told = self._session.exchange("self.log", [digest, skipped, values])
+        expected = {other for other, absent, _ in told if not absent} or {told[0][0]}
+        if len(expected) > 1:
+            everybody = self._session.allgather_object((when, names))
+            raise MismatchError(_difference(everybody))
+        anything = any(numbers for _, _, numbers in told)
+        if digest not in expected:
+            return anything, {}  # this rank took no part: its values are its own
+        counted = [numbers for other, _, numbers in told if other in expected]
+        return anything, {
+            key: _combine(logged[key].operation, [numbers[place] for numbers in counted])
+            for place, key in enumerate(keys)
+        }
+
+    # ---- monitored metrics
+
+    def _is_monitored(self, results: Any, name: str, options: dict[str, Any]) -> bool:
+        if not self._monitored:
+            return False
+        suffix = ""
+        if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
+            suffix = results.DATALOADER_SUFFIX.format(results.dataloader_idx)
+        return any(f"{name}{form}{suffix}" in self._monitored for form in ("", "_step", "_epoch"))
+
+    def _mention(self, name: str) -> None:
+        if name in self._mentioned:
+            return
+        self._mentioned.add(name)
+        self._tree.pytorch_name("utilities.rank_zero", "rank_zero_info")(
+            f"{name!r} is monitored by a callback or a learning rate scheduler, so it is brought "
+            "together over the ranks. Say so by self.log(..., sync_dist=True)."
+        )
+
+
+def _left_to_us(value: Any, *_: Any, **__: Any) -> Any:
+    """Stands where Lightning reduces a value over the ranks."""
+    return value
+
+
+def _needs_ranks(entry: Any) -> bool:
+    """Whether other ranks have a say in what the entry's value is."""
+    if entry.is_tensor:
+        sync = entry.meta.sync
+        return bool(sync.should and sync.fn is _left_to_us)
+    # Its metric synchronises itself, each time it is computed.
+    return bool(entry.value.sync_on_compute)
+
+
+def _not_computed(results: Any) -> dict[str, Any]:
+    return {
+        key: entry
+        for key, entry in results.items()
+        if entry.meta.on_epoch
+        and not entry.has_reset
+        and logged_epoch_value(entry) is None
+        and _needs_ranks(entry)
+    }
+
+
+def _epoch_value(entry: Any) -> _Logged:
+    if not entry.is_tensor:
+        return _Logged(type(entry.value).__name__, 0.0, 0.0, entry.meta.fx)
+    weight = float(entry.cumulated_batch_size) if entry.meta.is_mean_reduction else 1.0
+    return _Logged(entry.meta.sync.op, entry.value.item(), weight, entry.meta.fx)
+
+
+def _once_per_epoch(fx: str) -> bool:
+    """Whether the hook is called outside of batches (`on_validation_epoch_end`, say)."""
+    hook = fx.partition(".")[0]  # behind the dot is the number of the data loader
+    return hook.startswith("on_") and hook.endswith(("_start", "_end")) and "_batch_" not in hook
+
+
+def _combine(operation: str, numbers: list[list[float]]) -> Tensor:
+    totals, weights = torch.tensor(numbers, dtype=torch.float64).unbind(1)
+    if operation == "mean":
+        # A rank without samples has no mean, whatever it logged.
+        return totals[weights > 0].sum() / weights.sum()
+    if operation == "min":
+        return totals.min()
+    if operation == "max":
+        return totals.max()
+    return totals.sum()
+
+
+def _difference(everybody: list[tuple[str, list[str]]]) -> str:
+    """In words, what some ranks logged and others did not."""
+    if len({when for when, _ in everybody}) > 1:
+        told = [f"rank {rank}: {when}" for rank, (when, _) in enumerate(everybody)]
+        different = [f"they are at different places ({', '.join(told)})"]
+    else:
+        different = []
+    for name in sorted({name for _, names in everybody for name in names}):
+        having = [rank for rank, (_, names) in enumerate(everybody) if name in names]
+        if len(having) < len(everybody):
+            ranks = ", ".join(map(str, having))
+            different.append(f"only rank{'s' * (len(having) > 1)} {ranks} logged {name}")
+    if len(different) > _NAMES_IN_AN_ERROR:
+        more = len(different) - _NAMES_IN_AN_ERROR
+        different = [*different[:_NAMES_IN_AN_ERROR], f"and {more} more differences"]
+    return (
+        f"The ranks logged different metrics {everybody[0][0]}: {'; '.join(different)}. Each rank "
+        "has to log the same names, with the same reduce_fx, whenever they are to be brought "
+        "together (sync_dist=True, a torchmetrics metric, or one that is monitored)."
+    )
+
+
+def _monitored_names(trainer: Any) -> frozenset[str]:
+    monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]
+    monitors += [config.monitor for config in trainer.lr_scheduler_configs]
+    return frozenset(name for name in monitors if isinstance(name, str))
+
+
+__all__ = ["LoggedMetrics"]

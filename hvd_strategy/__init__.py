@@ -15,8 +15,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from hvd_strategy import checkpoint
     from hvd_strategy.engine import GradientReducer
     from hvd_strategy.errors import (
+        CheckpointNotFoundError,
         HvdError,
         HvdTimeoutError,
         MismatchError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CheckpointNotFoundError",
     "GradientReducer",
     "HvdError",
     "HvdStrategy",
@@ -38,11 +41,13 @@ __all__ = [
     "Session",
     "StallError",
     "__version__",
+    "checkpoint",
     "current_session",
     "open_session",
 ]
 
 _MODULE_OF = {
+    "CheckpointNotFoundError": "errors",
     "GradientReducer": "engine",
     "HvdError": "errors",
     "HvdStrategy": "lightning",
@@ -62,6 +67,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value = version("hvd-strategy")
+    elif name == "checkpoint":
+        from importlib import import_module
+
+        value = import_module("hvd_strategy.checkpoint")
     elif name in _MODULE_OF:
         from importlib import import_module
 

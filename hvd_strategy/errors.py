@@ -35,4 +35,18 @@ class HvdTimeoutError(HvdError):
     """A collective, or the meeting of the ranks, did not end within its timeout."""
 
 
-__all__ = ["HvdError", "HvdTimeoutError", "MismatchError", "RankFailedError", "StallError"]
+class CheckpointNotFoundError(HvdError, FileNotFoundError):
+    """The file of a checkpoint is not there for rank 0, which reads it for all ranks.
+
+    A `FileNotFoundError` as well, as on one process.
+    """
+
+
+__all__ = [
+    "CheckpointNotFoundError",
+    "HvdError",
+    "HvdTimeoutError",
+    "MismatchError",
+    "RankFailedError",
+    "StallError",
+]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,8 +121,11 @@ def read_on_rank_zero(
             result = read()
         except Exception as error:  # whatever the file or the reader holds
             failure = error
+    problem = text_of(failure)
+    if problem is not None:
+        problem += _damage(paths[0])
     missing = isinstance(failure, FileNotFoundError)
-    problem, missing = session.broadcast_object((text_of(failure), missing))
+    problem, missing = session.broadcast_object((problem, missing))
     if problem is not None:
         kind = CheckpointNotFoundError if missing else HvdError
         raise kind(
@@ -254,6 +258,22 @@ def _has_name(file: IO[bytes]) -> bool:
 def _opened(path: str) -> Any:
     file_system, name = _located(path)
     return open(name, "rb") if file_system is None else file_system.open(name, "rb")
+
+
+def _damage(path: str) -> str:
+    """What can be seen to be wrong with a file, which the error of the reader may not tell."""
+    file_system, name = _located(path)
+    if file_system is not None or not os.path.isfile(name):
+        return ""
+    if os.path.getsize(name) == 0:
+        return " (The file is empty.)"
+    with open(name, "rb") as file:
+        is_archive = file.read(4) == b"PK\x03\x04"
+    if not is_archive:
+        return " (The file is no archive as torch.save writes them.)"
+    if not zipfile.is_zipfile(name):
+        return " (The file is truncated: it starts like a checkpoint, and its end is missing.)"
+    return ""
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:

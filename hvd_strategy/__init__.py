@@ -15,9 +15,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from hvd_strategy import checkpoint
     from hvd_strategy.consistency import check_consistency, named_state
     from hvd_strategy.engine import GradientReducer
     from hvd_strategy.errors import (
+        CheckpointNotFoundError,
         DivergenceError,
         HvdError,
         HvdTimeoutError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CheckpointNotFoundError",
     "DivergenceError",
     "GradientReducer",
     "HvdError",
@@ -42,12 +45,14 @@ __all__ = [
     "StallError",
     "__version__",
     "check_consistency",
+    "checkpoint",
     "current_session",
     "named_state",
     "open_session",
 ]
 
 _MODULE_OF = {
+    "CheckpointNotFoundError": "errors",
     "DivergenceError": "errors",
     "GradientReducer": "engine",
     "HvdError": "errors",
@@ -70,6 +75,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value = version("hvd-strategy")
+    elif name == "checkpoint":
+        from importlib import import_module
+
+        value = import_module("hvd_strategy.checkpoint")
     elif name in _MODULE_OF:
         from importlib import import_module
 

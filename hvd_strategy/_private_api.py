@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,43 @@ def storage_users() -> Callable[[int], int]:
 
     found: Callable[[int], int] = torch._C._storage_Use_Count
     return found
+
+
+# ---- of torch, for objects that are sent
+
+
+def untyped_storage(storage: Any) -> Any:
+    """The bytes behind a storage; a storage that is untyped is returned itself.
+
+    The public `TypedStorage.untyped` warns that typed storages will go, at each call of ours.
+
+    torch.storage.TypedStorage._untyped_storage; tested with torch 2.13.
+    """
+    import torch
+
+    return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+def typed_storage(storage: Any, dtype: Any) -> Any:
+    """What torch's functions that rebuild tensors take: a storage with the dtype of its elements.
+
+    The argument `_internal` of torch.storage.TypedStorage; tested with torch 2.13.
+    """
+    from torch.storage import TypedStorage
+
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def forget_rebuilt_sparse_tensors() -> None:
+    """Checks sparse tensors that were unpickled, if the user wants that, and forgets them.
+
+    torch keeps every sparse tensor that any unpickler has rebuilt until the next `torch.load`.
+
+    torch._utils._validate_loaded_sparse_tensors; tested with torch 2.13.
+    """
+    from torch._utils import _validate_loaded_sparse_tensors
+
+    _validate_loaded_sparse_tensors()
 
 
 # ---- of torch, for modules
@@ -299,3 +337,73 @@ def lightning_train_loaders(trainer: Any) -> list[Any]:
     """
     loaders: list[Any] = trainer.fit_loop._combined_loader.flattened
     return loaders
+
+
+def lightning_wrapping_checkpoint_io(pytorch: str) -> type[Any]:
+    """Base class of the plugins that write through another one, such as AsyncCheckpointIO.
+
+    lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO.
+    """
+    wrapper: type[Any] = import_module(f"{pytorch}.plugins.io.wrapper")._WrappingCheckpointIO
+    return wrapper
+
+
+def lightning_chosen_checkpoint(
+    trainer: Any, function: Any, ckpt_path: Any = None, **_: Any
+) -> Any:
+    """What the user gave as checkpoint to load: for this run, or as `trainer.ckpt_path`.
+
+    Takes what is given to _CheckpointConnector._select_ckpt_path.
+
+    lightning.pytorch.Trainer._checkpoint_connector; _CheckpointConnector._user_managed.
+    """
+    if ckpt_path is None and trainer._checkpoint_connector._user_managed:
+        return trainer.ckpt_path
+    return ckpt_path
+
+
+def replace_lightning_checkpoint_choice(
+    trainer: Any, select: Callable[..., Any], resume: Callable[..., Any]
+) -> Callable[[], None]:
+    """Replaces how a Trainer chooses the checkpoint to load, and how it starts to load it.
+
+    On the instance; the function returned gives it its own back. Both are called with the original
+    before the arguments.
+
+    lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector
+    ._select_ckpt_path and .resume_start, of Trainer._checkpoint_connector.
+    """
+    connector = trainer._checkpoint_connector
+    return _replace_on(connector, _select_ckpt_path=select, resume_start=resume)
+
+
+def replace_lightning_monitor_candidates(
+    callback: Any, share: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Passes what a ModelCheckpoint decides by through a function, on the instance.
+
+    The function returned ends that. Nothing happens to callbacks of other classes.
+
+    lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates.
+    """
+    if not hasattr(callback, "_monitor_candidates"):
+        return lambda: None
+
+    def candidates(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return share(original(*args, **kwargs))
+
+    return _replace_on(callback, _monitor_candidates=candidates)
+
+
+def _replace_on(owner: Any, **replacements: Callable[..., Any]) -> Callable[[], None]:
+    before = dict(vars(owner))
+    for name, replacement in replacements.items():
+        vars(owner)[name] = partial(replacement, getattr(owner, name))
+
+    def restore() -> None:
+        for name in replacements:
+            vars(owner).pop(name, None)
+            if name in before:
+                vars(owner)[name] = before[name]
+
+    return restore

@@ -39,7 +39,15 @@ class HvdTimeoutError(HvdError):
     """A collective, or the meeting of the ranks, did not end within its timeout."""
 
 
+class CheckpointNotFoundError(HvdError, FileNotFoundError):
+    """The file of a checkpoint is not there for rank 0, which reads it for all ranks.
+
+    A `FileNotFoundError` as well, as on one process.
+    """
+
+
 __all__ = [
+    "CheckpointNotFoundError",
     "DivergenceError",
     "HvdError",
     "HvdTimeoutError",

@@ -49,6 +49,10 @@ def built_class(tree: str, name: str) -> Any:
         from hvd_strategy.lightning.launch import launcher_classes
 
         return launcher_classes(tree)[name == "MultiProcessingLauncher"]
+    if name == "AtomicCheckpointIO":
+        from hvd_strategy.lightning.checkpoint import checkpoint_io_class
+
+        return checkpoint_io_class(tree)
     raise AttributeError(f"module 'hvd_strategy.lightning' has no class {name!r}")
 
 

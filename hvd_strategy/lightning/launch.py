@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_launchers, lightning_tuner_exit
+from hvd_strategy.lightning.checkpoint import same_checkpoints
 from hvd_strategy.lightning.class_tree import ClassTree, class_tree
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class ScriptLauncher(_ScriptBase):
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            with nullcontext() if trainer is None else same_checkpoints(trainer):
+                return super().launch(function, *args, trainer=trainer, **kwargs)
         except lightning_tuner_exit(self._tree.name):
             raise
         except BaseException as error:
@@ -59,9 +61,10 @@ class MultiProcessingLauncher(_MultiProcessingBase):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            super()._wrapping_function(*args, **kwargs)
+            with nullcontext() if trainer is None else same_checkpoints(trainer):
+                super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
             self._strategy.on_exception(error)
             raise

@@ -22,12 +22,18 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hvd_strategy._private_api import lightning_is_interactive, names_ignored_by_ddp
+from hvd_strategy._private_api import (
+    lightning_is_interactive,
+    lightning_wrapping_checkpoint_io,
+    names_ignored_by_ddp,
+)
+from hvd_strategy.checkpoint import read_on_rank_zero, write_on_rank_zero
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
 from hvd_strategy.lightning.attachments import Attachments
+from hvd_strategy.lightning.checkpoint import checkpoint_io_class
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
@@ -77,6 +83,9 @@ class DataParallelStrategy(_Base):
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
+    # The path of the last checkpoint of a plugin that may write it later, and why it could not.
+    _written_late: Any = None
+    _write_failure: BaseException | None = None
 
     def _take_options(self, ddp_comm_hook: Any, not_needed: dict[str, Any], **options: Any) -> None:
         """Checks the arguments that are not Lightning's own. Touches nothing else."""
@@ -233,6 +242,7 @@ class DataParallelStrategy(_Base):
         )
         self._session = open_session(world, address=address, **self._session_options)
         self._failed = False
+        self._write_failure = None
         for name in self._ignored_arguments:
             self._rank_zero("rank_zero_info")(
                 f"HvdStrategy({name}=...) is not needed and has no effect: parameters that a step "
@@ -459,14 +469,67 @@ class DataParallelStrategy(_Base):
         if self._stop is not None and self._stop.reach_point():
             raise self._tree.pytorch_name("utilities.exceptions", "SIGTERMException")
 
+    # ---- checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        """What writes and reads checkpoints: the user's, or one that replaces files atomically."""
+        ours = checkpoint_io_class(self._tree.name)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ours()
+        elif isinstance(self._checkpoint_io, lightning_wrapping_checkpoint_io(self._tree.name)):
+            self._checkpoint_io.checkpoint_io = ours()  # kept if it wraps none yet
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        self._checkpoint_io = plugin
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes the checkpoint on rank 0. Collective, as all of Lightning's callers expect."""
+        """Writes the checkpoint on rank 0. Collective, as all of Lightning's callers expect.
+
+        Raises:
+            HvdError: rank 0 could not write; on every rank.
+        """
         self._broadcast_buffers()
         self._is_in("the saving of a checkpoint")
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        if self._session is None or self._failed:
+            write()
+            return
+        # Others may write later than they return, and fail then.
+        if not isinstance(self.checkpoint_io, checkpoint_io_class(self._tree.name)):
+            self._written_late = filepath
+        self._write(filepath, write)
         self._is_in("what follows the saving of a checkpoint")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Returns the checkpoint, which rank 0 reads and the others need not have. Collective.
+
+        Raises:
+            HvdError: it cannot be read, or the ranks name different ones; on every rank.
+        """
+        read = partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        if self._session is None:
+            return read()
+        return read_on_rank_zero(self._session, checkpoint_path, read)
+
+    def _finish_saving(self) -> None:
+        """Waits for what a plugin is still writing; an error of that is one on every rank."""
+        path, self._written_late = self._written_late, None
+        if path is not None and self._session is not None and not self._failed:
+            self._write(path, self.checkpoint_io.teardown)
+
+    def _write(self, path: Any, write: Callable[[], None]) -> None:
+        assert self._session is not None
+        try:
+            write_on_rank_zero(self._session, path, write)
+        except HvdError as error:
+            self._write_failure = error.__cause__
+            raise
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -500,10 +563,18 @@ class DataParallelStrategy(_Base):
     def teardown(self) -> None:
         """Ends the run. The session stays open for the next one, unless this one failed."""
         self._end_run()
-        super().teardown()
-        if self._failed and self._session is not None:
-            self._session.close()
-            self._session = None
+        try:
+            self._finish_saving()
+            super().teardown()
+        except Exception as error:
+            # A plugin that writes later repeats what all ranks know already.
+            if error is not self._write_failure:
+                raise
+        finally:
+            self._written_late = None
+            if self._failed and self._session is not None:
+                self._session.close()
+                self._session = None
 
     def _end_run(self) -> None:
         if self._stop is not None:
@@ -575,7 +646,7 @@ class DataParallelStrategy(_Base):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether the decision is true on all ranks, or on any."""
-        if self._session is None:
+        if self._session is None or self._failed:
             return decision
         value = torch.tensor([int(decision)], dtype=torch.int32)
         return bool(self._session.allreduce(value, "min" if all else "max").item())

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.multi.pool import Ranks
 from tests.multi.test_trainer_optimization import AdamRegression
 from tests.multi.trainer_cases import (
+    BATCH,
     Outcome,
+    Regression,
+    assert_as_single_process,
     assert_ranks_agree,
     loader,
     make_trainer,
     outcome,
     own_rank,
+    rows,
+    shuffled_loader,
 )
 
 
@@ -82,3 +92,114 @@ def test_model_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     assert first == second
     assert "last.ckpt" in first[1]
     assert len(first[1]) == 3
+
+
+class Scheduled(Regression):
+    """What a checkpoint has to bring back: buffers, two moments, a schedule, the epoch's order."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.body.append(nn.BatchNorm1d(8, affine=False, momentum=0.3))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.seen.append(float(batch[0].sum()))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class StatefulLoader(DataLoader):
+    """One that can start in the middle of an epoch, as Lightning asks for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._given = 0
+        self._skip = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skip = state["given"] % len(self)  # all of them: the next epoch is not begun
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        self._given = 0
+        for batch in super().__iter__():
+            self._given += 1
+            if self._given > skip:
+                yield batch
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def run_scheduled(path: str, save_at: int, resume: bool) -> Outcome:
+    torch.manual_seed(own_rank() + 10 * resume)
+    model = Scheduled()
+    callbacks = [] if resume else [SaveAt(save_at, path)]
+    trainer = make_trainer(max_epochs=3, callbacks=callbacks)
+    # Shuffled by the sampler that Lightning injects, in another order each epoch.
+    trainer.fit(
+        model,
+        StatefulLoader(rows(40), BATCH, shuffle=True),
+        ckpt_path=path if resume else None,
+        weights_only=False,
+    )
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return outcome(trainer, model, extra=[rate, model.seen])
+
+
+# Of five steps an epoch: in the middle of the first and second, and at the end of one.
+@pytest.mark.parametrize("step", [2, 8, 10])
+def test_resumed_run_goes_on_where_it_was(ranks: Ranks, tmp_path: Path, step: int) -> None:
+    path = str(tmp_path / "part.ckpt")
+    whole = ranks(run_scheduled, path, step, False)
+    resumed = ranks(run_scheduled, path, step, True)
+    for ours, theirs in zip(whole, resumed, strict=True):
+        rate, seen = ours.extra
+        assert theirs.extra == [rate, seen[step:]]
+    assert_ranks_agree([*whole, *resumed])
+    assert whole[0].global_step == 15
+
+
+class Normless(Scheduled):
+    """Without statistics of its own batches, which one process computes from larger ones."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        del self.body[-1]
+
+
+def interchange(strategy: str, epochs: int, resume: str | None, save: str | None) -> Outcome:
+    ranks = 2 if strategy == "auto" else 0
+    torch.manual_seed(0)
+    model = Normless(ranks)
+    arguments = {"devices": 1} if ranks else {}
+    trainer = make_trainer(strategy, max_epochs=epochs, **arguments)
+    data = shuffled_loader(48, 2 * BATCH) if ranks else loader(48)
+    trainer.fit(model, data, ckpt_path=resume, weights_only=False)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return outcome(trainer, model)
+
+
+def test_checkpoints_are_interchangeable_with_a_single_process(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    single, ours = str(tmp_path / "single.ckpt"), str(tmp_path / "hvd.ckpt")
+    expected = interchange("auto", 4, None, None)
+    interchange("auto", 2, None, single)
+    assert_as_single_process(ranks(interchange, "hvd", 4, single, None), expected)
+    ranks(interchange, "hvd", 2, None, ours)
+    assert_as_single_process([interchange("auto", 4, ours, None)], expected)

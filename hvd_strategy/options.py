@@ -92,6 +92,7 @@ def _backend(value: str) -> bool:
     return re.fullmatch(rf"auto|gloo|nccl|{pair}(,{pair})*", value) is not None
 
 
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _START_METHODS = ("auto", "popen", "fork", "spawn")
 
 _ALL = (
@@ -150,6 +151,14 @@ _ALL = (
         _backend,
         '"auto", "gloo", "nccl", or pairs of device and backend such as "cpu:gloo,cuda:nccl"',
         "Backend of torch.distributed's default group, where it does not exist yet.",
+    ),
+    Option(
+        "log_level",
+        str,
+        "info",
+        lambda value: value.lower() in _LOG_LEVELS,
+        ", ".join(f'"{level}"' for level in _LOG_LEVELS),
+        "Level of the logger hvd_strategy; by the environment variable only.",
     ),
 )
 

@@ -224,6 +224,15 @@ void bind_session(nb::module_& module) {
       .def(
           "stop_requested", [](Session& session) { return session.control().stop_requested(); },
           "The largest request of any rank; 0 = none.")
+      .def(
+          "first_to_say",
+          [](Session& session, uint64_t digest) { return session.control().first_to_say(digest); },
+          nb::arg("digest"),
+          "True for the first of all ranks that comes with this digest; never waits.")
+      .def_prop_ro(
+          "waited_seconds",
+          [](Session& session) { return static_cast<double>(session.control().waited_ns()) * 1e-9; },
+          "Time that this rank's calls spent waiting for other ranks.")
       .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -25,6 +25,8 @@ constexpr uint64_t kControlKey = 0;
 // A failure that another rank tells is printed when no call has raised it by then.
 constexpr uint64_t kPrintAfterNs = 500'000'000u;
 constexpr int kTickMs = 100;
+constexpr size_t kSaidEntries = 512;
+constexpr size_t kSaidProbes = 32;
 
 enum : uint32_t { kUnknown = 0, kJoined = 1, kLeft = 2 };
 }  // namespace
@@ -42,6 +44,8 @@ struct alignas(64) RankCell {
 struct ControlPage {
   std::atomic<uint32_t> magic{0};
   std::atomic<int32_t> first_failure{0};  // 1 + the rank whose cell tells; set once
+  // Digests of the texts that some rank has printed for all: an open hash table, 0 = free entry.
+  std::atomic<uint64_t> said[kSaidEntries] = {};
   RankCell cells[1];                      // `size` of them, then the bells
 };
 
@@ -73,7 +77,7 @@ int usable_cpus() {
 }  // namespace
 
 void print_line(int rank, const std::string& text) {
-  const std::string line = "[hvd] rank " + std::to_string(rank) + ": " + text + "\n";
+  const std::string line = "hvd_strategy: [rank " + std::to_string(rank) + "] " + text + "\n";
   (void)!write(STDERR_FILENO, line.data(), line.size());
 }
 
@@ -279,6 +283,19 @@ uint32_t HostControlPlane::stop_requested() const {
   return value;
 }
 
+bool HostControlPlane::first_to_say(uint64_t digest) {
+  if (digest == 0) digest = 1;
+  for (size_t probe = 0; usable() && probe < kSaidProbes; ++probe) {
+    std::atomic<uint64_t>& entry = page_->said[(digest + probe) % kSaidEntries];
+    uint64_t seen = entry.load(std::memory_order_relaxed);
+    if (seen == 0 && entry.compare_exchange_strong(seen, digest, std::memory_order_relaxed)) {
+      return true;
+    }
+    if (seen == digest) return false;
+  }
+  return true;
+}
+
 void HostControlPlane::leave() {
   if (usable()) {
     page_->cells[rank_].state.store(kLeft, std::memory_order_release);
@@ -384,6 +401,15 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
   uint64_t last_progress = 0;
   uint64_t next_warning = 0;
   bool slept = false;
+  // Adds up the time without progress, whichever way the wait ends.
+  struct Waited {
+    HostControlPlane& plane;
+    const uint64_t& since;
+    void add() {
+      if (since != 0) plane.waited_ns_.fetch_add(now_ns() - since, std::memory_order_relaxed);
+    }
+    ~Waited() { add(); }
+  } waited{*this, last_progress};
   for (;;) {
     Step result = step();
     if (result == Step::done) return;
@@ -394,6 +420,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
           const uint32_t spin = spin_ns_.load(std::memory_order_relaxed);
           spin_ns_.store(std::min(kMostSpinNs, spin + spin / 8 + 100), std::memory_order_relaxed);
         }
+        waited.add();
         last_progress = 0;
         next_warning = 0;
       }
@@ -427,6 +454,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       result = step();
       if (result == Step::done) return;
       if (result == Step::progressed) {
+        waited.add();
         last_progress = 0;
         next_warning = 0;
         continue;

@@ -61,6 +61,12 @@ class HostControlPlane final : public ControlPlane {
   void wait(const std::function<Step()>& step, const Wait& settings,
             const std::vector<int>& needed) override;
 
+  // True for the first of all ranks that comes with this digest of a text. Never blocks; when the
+  // table of digests is full, everybody is the first: a text may come twice, but is never lost.
+  bool first_to_say(uint64_t digest);
+  // Time that calls of wait() spent without progress, waiting for other ranks, since the start.
+  uint64_t waited_ns() const { return waited_ns_.load(std::memory_order_relaxed); }
+
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
   void mark_seen();
@@ -95,6 +101,7 @@ class HostControlPlane final : public ControlPlane {
   Bells bells_;
   std::atomic<uint32_t> spin_ns_;
   bool may_spin_;
+  std::atomic<uint64_t> waited_ns_{0};
 
   std::mutex failure_mutex_;
   std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded

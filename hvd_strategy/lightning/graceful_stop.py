@@ -17,16 +17,16 @@ by itself, as with Lightning; the others are told through the error that it post
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import torch
 
 from hvd_strategy._private_api import lightning_sigterm_flag, replace_lightning_sigterm
+from hvd_strategy.log import get_logger
 from hvd_strategy.session import Session
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _SECONDS_BETWEEN_MEETINGS = 1.0
 # Bounds what a sudden change from short to long batches can cost.
@@ -88,7 +88,7 @@ class GracefulStop:
     def _on_sigterm(self, signum: int, _: Any) -> None:
         """Runs in the main thread, between any two instructions or inside a wait of the engine."""
         trainer = self._trainer
-        _log.info("rank %d received SIGTERM", self._session.rank)
+        _log.warning("received SIGTERM: training ends after a batch that all ranks agree on")
         if not self._signalled and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         self._signalled = True

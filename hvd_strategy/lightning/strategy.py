@@ -31,6 +31,7 @@ from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_env
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
 from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.world import World
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+_log = get_logger(__name__)
 
 _SESSION_OPTIONS = (
     "timeout",
@@ -77,6 +80,7 @@ class DataParallelStrategy(_Base):
                 "buckets. Compressed gradients will be the argument wire_dtype, which this version "
                 "does not have yet; leave ddp_comm_hook out."
             )
+        set_level()
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -159,6 +163,7 @@ class DataParallelStrategy(_Base):
         each of them has one device.
         """
         super().set_world_ranks()
+        set_rank(self.global_rank, self.world_size)
         environment = self.cluster_environment
         if environment is None or self.parallel_devices is None:
             return
@@ -171,9 +176,12 @@ class DataParallelStrategy(_Base):
                     "of one host only."
                 )
             if len(self.parallel_devices) > 1:
-                self._rank_zero("rank_zero_warn")(
-                    f"Trainer(devices={len(self.parallel_devices)}) is ignored: the launcher "
-                    f"started {size} ranks, one device each."
+                _log.warning(
+                    "Trainer(devices=%d) is ignored: the launcher started %d ranks, one device "
+                    "each.",
+                    len(self.parallel_devices),
+                    size,
+                    extra=FOR_ALL_RANKS,
                 )
             self.parallel_devices = [self.parallel_devices[0]] * size
 
@@ -220,10 +228,11 @@ class DataParallelStrategy(_Base):
         self._session = open_session(world, **self._session_options)
         self._failed = False
         for name in self._ignored_arguments:
-            self._rank_zero("rank_zero_info")(
-                f"HvdStrategy({name}=...) is not needed and has no effect: parameters that a step "
-                "does not use and changing graphs need no preparation, gradients stay where "
-                "autograd made them, and buffers are kept equal."
+            _log.info(
+                "HvdStrategy(%s=...) is not needed and has no effect: parameters that a step does "
+                "not use and changing graphs need no preparation, gradients stay where autograd "
+                "made them, and buffers are kept equal.",
+                name,
             )
         self._ignored_arguments = []
 
@@ -470,9 +479,6 @@ class DataParallelStrategy(_Base):
     def _is_fitting(self, trainer: Any) -> bool:
         function = self._tree.pytorch_name("trainer.states", "TrainerFn")
         return bool(trainer.state.fn == function.FITTING)
-
-    def _rank_zero(self, name: str) -> Any:
-        return self._tree.pytorch_name("utilities.rank_zero", name)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

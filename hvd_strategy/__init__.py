@@ -23,20 +23,23 @@ if TYPE_CHECKING:
         RankFailedError,
         StallError,
     )
-    from hvd_strategy.lightning import HvdStrategy
+    from hvd_strategy.lightning import HvdMonitor, HvdStrategy
     from hvd_strategy.session import Session, current_session, open_session
+    from hvd_strategy.sync_batchnorm import SyncBatchNorm
 
     __version__: str
 
 __all__ = [
     "GradientReducer",
     "HvdError",
+    "HvdMonitor",
     "HvdStrategy",
     "HvdTimeoutError",
     "MismatchError",
     "RankFailedError",
     "Session",
     "StallError",
+    "SyncBatchNorm",
     "__version__",
     "current_session",
     "open_session",
@@ -45,12 +48,14 @@ __all__ = [
 _MODULE_OF = {
     "GradientReducer": "engine",
     "HvdError": "errors",
+    "HvdMonitor": "lightning",
     "HvdStrategy": "lightning",
     "HvdTimeoutError": "errors",
     "MismatchError": "errors",
     "RankFailedError": "errors",
     "Session": "session",
     "StallError": "errors",
+    "SyncBatchNorm": "sync_batchnorm",
     "current_session": "session",
     "open_session": "session",
 }

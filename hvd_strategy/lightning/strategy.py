@@ -30,6 +30,7 @@ from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
+from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
@@ -251,6 +252,7 @@ class DataParallelStrategy(_Base):
         assert self._session is not None
         self._end_run()
         fitting = self._is_fitting(trainer)
+        self._layer_sync = synchronised_layers(self._tree, self._layer_sync)
         if fitting and self._layer_sync is not None:
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)

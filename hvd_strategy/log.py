@@ -139,7 +139,9 @@ class _LastResort(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [*self._of.handlers, *(logging.getLogger().handlers if self._of.propagate else ())]
-        if any(other is not self and not isinstance(other, logging.NullHandler) for other in others):
+        if any(
+            other is not self and not isinstance(other, logging.NullHandler) for other in others
+        ):
             return
         line = self.format(record).rstrip() + "\n"
         # Where stderr is closed there is nobody to tell, and no reason to end a training run.
@@ -208,7 +210,7 @@ def capture_warnings() -> None:
 
     That is: with "[rank k]", and what all ranks warn of alike once instead of once per rank. Not
     done by itself, because it is the program's choice: it calls `logging.captureWarnings(True)`.
-    From then on warnings go to the logger "py.warnings"; `warnings.filterwarnings` counts as before.
+    From then on warnings go to the logger "py.warnings"; `warnings.filterwarnings` counts as ever.
     """
     logging.captureWarnings(True)
     logger = logging.getLogger("py.warnings")

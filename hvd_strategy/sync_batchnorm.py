@@ -42,6 +42,10 @@ M = TypeVar("M", bound=nn.Module)
 
 _log = get_logger(__name__)
 
+# In stall reports and errors.
+_FORWARD = "forward of SyncBatchNorm"
+_BACKWARD = "backward of SyncBatchNorm"
+
 # A rank's part in the gradients of one forward.
 _NO_GRAPH, _PARAMETERS_ONLY, _INPUT_TOO = range(3)
 
@@ -78,28 +82,36 @@ class SyncBatchNorm(_Base):
         HvdError: The session is at its end; see there.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
         if input.dim() < 2:
             raise ValueError(
-                f"SyncBatchNorm takes input of shape (N, C, ...), not of shape {tuple(input.shape)}."
+                f"SyncBatchNorm takes input of shape (N, C, ...), not {tuple(input.shape)}."
             )
         if input.size(1) != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm({self.num_features}) takes input with {self.num_features} "
-                f"channels, not of shape {tuple(input.shape)}."
+                f"channels, not {tuple(input.shape)}."
             )
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Normalizes; collective in training mode.
 
         Args:
             input: This rank's batch, (N, C, ...).
         """
-        session = (current_session() or open_session()) if self.training else None
+        session = None
+        if self.training:
+            session = current_session() or open_session()
         if session is None or session.size == 1:
             output: Tensor = super().forward(input)
-            return output
-        self._check_input_dim(input)
+        else:
+            output = self._normalized(input, session)
+        return output
+
+    # Not for torch.compile: what is around it is compiled, the exchange is not.
+    @torch.compiler.disable
+    def _normalized(self, inputs: Tensor, session: Session) -> Tensor:
+        self._check_input_dim(inputs)
         running_mean = running_var = None
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.track_running_stats:
@@ -110,8 +122,8 @@ class SyncBatchNorm(_Base):
                     momentum = 1.0 / float(self.num_batches_tracked)
         channel = _channel(session)
         result: Tensor = _Normalize.apply(
-            input, self.weight, self.bias, running_mean, running_var, momentum, self.eps,
-            channel, _part_in_gradients(input, self.weight, self.bias),
+            inputs, self.weight, self.bias, running_mean, running_var, momentum, self.eps,
+            channel, _part_in_gradients(inputs, self.weight, self.bias),
         )  # fmt: skip
         return result
 
@@ -154,7 +166,7 @@ class SyncBatchNorm(_Base):
                     f"{name or original.__name__} has a process group of its own, which is not "
                     "supported: statistics are those of all ranks. Create it without one."
                 )
-            layer._converted_from = original
+            vars(layer)["_converted_from"] = original
             layer.__class__ = cls
         return module
 
@@ -177,7 +189,7 @@ def revert_sync_batchnorm(module: M) -> M:
 class _Statistics(NamedTuple):
     """Of the batches of all ranks: number of values per channel, mean, and sum of squares."""
 
-    count: float
+    total: float
     mean: Tensor  # fp64, on the CPU
     squares: Tensor  # sum of squared distances from the mean; fp64, on the CPU
 
@@ -186,19 +198,20 @@ class _Normalize(torch.autograd.Function):
     """Normalizes a rank's batch by the statistics of all batches.
 
     Both directions are collective, on one communicator that nothing else uses, so their order has
-    to be the same on all ranks. In forward it is the order of the calls. In backward autograd takes,
-    of the nodes that are ready, the one created last. A node's gradient comes from nodes that were
-    created after it, so when those are done the node itself is ready: the nodes of one thread run
-    in the reverse order of their creation, all of them, whatever branches the graph has. That holds
-    on each rank for these nodes, although the rest of the ranks' graphs may differ. A checkpoint
-    that computes forward again does so at the turn of its own nodes, which is the same on all ranks
-    too. The gradients that are reduced meanwhile have a communicator and a thread of their own.
+    to be the same on all ranks. In forward it is the order of the calls. In backward autograd
+    takes, of the nodes that are ready, the one created last. A node's gradient comes from nodes
+    that were created after it, so when those are done the node itself is ready: the nodes of one
+    thread run in the reverse order of their creation, all of them, whatever branches the graph has.
+    That holds on each rank for these nodes, although the rest of the ranks' graphs may differ. A
+    checkpoint that computes forward again does so at the turn of its own nodes, which is the same
+    on all ranks too. The gradients that are reduced meanwhile have a communicator and a thread of
+    their own.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        input: Tensor,
+        inputs: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         running_mean: Tensor | None,
@@ -208,31 +221,31 @@ class _Normalize(torch.autograd.Function):
         channel: _Channel,
         part: int,
     ) -> Tensor:
-        statistics, ctx.exchanges = _exchange_statistics(input, part, channel)
-        count = max(statistics.count, 1.0)  # where nobody has data, all sums are zero
-        if statistics.count == 1:
+        statistics, ctx.exchanges = _exchange_statistics(inputs, part, channel)
+        count = max(statistics.total, 1.0)  # where nobody has data, all sums are zero
+        if statistics.total == 1:
             raise ValueError(
                 "SyncBatchNorm needs more than one value per channel when training, and all ranks "
-                f"together have one (this rank's input has shape {tuple(input.shape)})."
+                f"together have one (this rank's input has shape {tuple(inputs.shape)})."
             )
         variance = statistics.squares / count
-        if running_mean is not None and running_var is not None and statistics.count > 0:
-            unbiased = statistics.squares / (statistics.count - 1)
+        if running_mean is not None and running_var is not None and statistics.total > 0:
+            unbiased = statistics.squares / (statistics.total - 1)
             for running, new in ((running_mean, statistics.mean), (running_var, unbiased)):
-                wide = running.to(torch.float64)
-                running.copy_(wide + momentum * (new.to(running.device) - wide))
-        dtype = _statistics_dtype(input)
-        mean = statistics.mean.to(input.device, dtype)
-        inverse = (variance + eps).rsqrt().to(input.device, dtype)
-        ctx.save_for_backward(input, weight, mean, inverse)
+                old = running.to("cpu", torch.float64)
+                running.copy_(old + momentum * (new - old))
+        dtype = _statistics_dtype(inputs)
+        mean = statistics.mean.to(inputs.device, dtype)
+        inverse = (variance + eps).rsqrt().to(inputs.device, dtype)
+        ctx.save_for_backward(inputs, weight, mean, inverse)
         ctx.count, ctx.channel = count, channel
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if input.numel() == 0:
-            return torch.empty_like(input)
+        if inputs.numel() == 0:
+            return torch.empty_like(inputs)
         return functional.batch_norm(
-            input,
+            inputs,
             mean,
-            variance.to(input.device, dtype),
+            variance.to(inputs.device, dtype),
             None if weight is None else weight.to(dtype),
             None if bias is None else bias.to(dtype),
             eps=eps,
@@ -241,14 +254,14 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, inverse = ctx.saved_tensors
-        channels = input.size(1)
+        inputs, weight, mean, inverse = ctx.saved_tensors
+        channels = inputs.size(1)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = mean.dtype
-        shape = (1, channels, *[1] * (input.dim() - 2))
-        over = [0, *range(2, input.dim())]
+        shape = (1, channels, *[1] * (inputs.dim() - 2))
+        over = [0, *range(2, inputs.dim())]
         gradient = gradient.to(dtype)
-        normalized = (input.to(dtype) - mean.view(shape)).mul_(inverse.view(shape))
+        normalized = (inputs.to(dtype) - mean.view(shape)).mul_(inverse.view(shape))
         sum_of_gradient = gradient.sum(over)
         sum_with_input = (gradient * normalized).sum(over)
         # These stay the rank's own: they are averaged over the ranks like all gradients of
@@ -259,38 +272,38 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if ctx.exchanges:
             own = torch.cat([sum_of_gradient, sum_with_input]).to("cpu", torch.float64)
-            means = (ctx.channel.sum(own) / ctx.count).to(input.device, dtype)
+            means = (ctx.channel.sum(own) / ctx.count).to(inputs.device, dtype)
             if needs_input:
                 mean_of_gradient, mean_with_input = means.split(channels)
                 scale = inverse if weight is None else inverse * weight.to(dtype)
                 grad_input = gradient - mean_of_gradient.view(shape)
                 grad_input.sub_(normalized.mul_(mean_with_input.view(shape)))
-                grad_input = grad_input.mul_(scale.view(shape)).to(input.dtype)
+                grad_input = grad_input.mul_(scale.view(shape)).to(inputs.dtype)
         return (grad_input, grad_weight, grad_bias, *[None] * 6)
 
 
-def _part_in_gradients(input: Tensor, *parameters: Tensor | None) -> int:
+def _part_in_gradients(inputs: Tensor, *parameters: Tensor | None) -> int:
     if not torch.is_grad_enabled():
         return _NO_GRAPH
-    if input.requires_grad:
+    if inputs.requires_grad:
         return _INPUT_TOO
     trained = any(tensor is not None and tensor.requires_grad for tensor in parameters)
     return _PARAMETERS_ONLY if trained else _NO_GRAPH
 
 
-def _statistics_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
+def _statistics_dtype(inputs: Tensor) -> torch.dtype:
+    return torch.float64 if inputs.dtype == torch.float64 else torch.float32
 
 
-def _exchange_statistics(input: Tensor, part: int, channel: _Channel) -> tuple[_Statistics, bool]:
+def _exchange_statistics(inputs: Tensor, part: int, channel: _Channel) -> tuple[_Statistics, bool]:
     """Statistics of all batches, and whether backward has something to exchange. Collective."""
-    channels = input.size(1)
-    count = input.numel() // channels if channels else 0
+    channels = inputs.size(1)
+    count = inputs.numel() // channels if channels else 0
     own = torch.zeros(2 + 2 * channels, dtype=torch.float64)
     own[0], own[1] = count, part
     if count:
-        over = [0, *range(2, input.dim())]
-        variance, mean = torch.var_mean(input.to(_statistics_dtype(input)), over, correction=0)
+        over = [0, *range(2, inputs.dim())]
+        variance, mean = torch.var_mean(inputs.to(_statistics_dtype(inputs)), over, correction=0)
         own[2 : 2 + channels] = mean
         own[2 + channels :] = variance
         own[2 + channels :] *= count
@@ -349,15 +362,17 @@ class _Channel:
         """The records of all ranks; fp64, all of one length."""
         size = record.numel() * record.element_size()
         received = record.new_empty(self._size, record.numel())
+        sizes = [size] * self._size
         self._communicator.allgather(
-            record.data_ptr(), size, received.data_ptr(), [size] * self._size, self._seconds
+            record.data_ptr(), size, received.data_ptr(), sizes, self._seconds, _FORWARD
         )
         return list(received)
 
     def sum(self, record: Tensor) -> Tensor:
         """The sum of the ranks' records, fp64, in place."""
+        count = record.numel()
         self._communicator.allreduce(
-            record.data_ptr(), record.numel(), "float64", "sum", 1.0, 1.0, self._seconds
+            record.data_ptr(), count, "float64", "sum", 1.0, 1.0, self._seconds, _BACKWARD
         )
         return record
 

@@ -46,7 +46,7 @@ struct ControlPage {
   std::atomic<int32_t> first_failure{0};  // 1 + the rank whose cell tells; set once
   // Digests of the texts that some rank has printed for all: an open hash table, 0 = free entry.
   std::atomic<uint64_t> said[kSaidEntries] = {};
-  RankCell cells[1];                      // `size` of them, then the bells
+  RankCell cells[1];  // `size` of them, then the bells
 };
 
 namespace {

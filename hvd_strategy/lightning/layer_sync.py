@@ -12,7 +12,6 @@ from torch import nn
 from typing_extensions import override
 
 from hvd_strategy.lightning.class_tree import ClassTree
-from hvd_strategy.sync_batchnorm import SyncBatchNorm, revert_sync_batchnorm
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import LayerSync as _Base
@@ -26,11 +25,16 @@ class SyncBatchNormPlugin(_Base):
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         """Converts the layers; they stay the same objects."""
+        # Not before it is needed: it imports torch's compiler.
+        from hvd_strategy.sync_batchnorm import SyncBatchNorm
+
         return SyncBatchNorm.convert_sync_batchnorm(model)
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
         """Gives them their own classes back."""
+        from hvd_strategy.sync_batchnorm import revert_sync_batchnorm
+
         return revert_sync_batchnorm(model)
 
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
         RankFailedError,
         StallError,
     )
-    from hvd_strategy.lightning import HvdStrategy
+    from hvd_strategy.lightning import HvdMonitor, HvdStrategy
     from hvd_strategy.session import Session, current_session, open_session
+    from hvd_strategy.sync_batchnorm import SyncBatchNorm
 
     __version__: str
 
@@ -37,12 +38,14 @@ __all__ = [
     "DivergenceError",
     "GradientReducer",
     "HvdError",
+    "HvdMonitor",
     "HvdStrategy",
     "HvdTimeoutError",
     "MismatchError",
     "RankFailedError",
     "Session",
     "StallError",
+    "SyncBatchNorm",
     "__version__",
     "check_consistency",
     "checkpoint",
@@ -56,12 +59,14 @@ _MODULE_OF = {
     "DivergenceError": "errors",
     "GradientReducer": "engine",
     "HvdError": "errors",
+    "HvdMonitor": "lightning",
     "HvdStrategy": "lightning",
     "HvdTimeoutError": "errors",
     "MismatchError": "errors",
     "RankFailedError": "errors",
     "Session": "session",
     "StallError": "errors",
+    "SyncBatchNorm": "sync_batchnorm",
     "check_consistency": "consistency",
     "current_session": "session",
     "named_state": "consistency",

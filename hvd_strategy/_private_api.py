@@ -147,6 +147,16 @@ def own_modules(module: Any) -> dict[str, Any]:
     return modules
 
 
+def batch_normalization() -> type[Any]:
+    """Base class of torch's BatchNorm layers: parameters, buffers, and forward of one process.
+
+    torch.nn.modules.batchnorm._BatchNorm; tested with torch 2.13.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return _BatchNorm
+
+
 def tensor_version(tensor: Tensor) -> int:
     """A number that grows whenever the tensor is written to in place.
 

@@ -107,6 +107,7 @@ def _backend(value: str) -> bool:
     return re.fullmatch(rf"auto|gloo|nccl|{pair}(,{pair})*", value) is not None
 
 
+_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _START_METHODS = ("auto", "popen", "fork", "spawn")
 
 _ALL = (
@@ -197,6 +198,14 @@ _ALL = (
         lambda value: True,
         "True or False",
         "Each rank draws other random numbers, for dropout and augmentation.",
+    ),
+    Option(
+        "log_level",
+        str,
+        "info",
+        lambda value: value.lower() in _LOG_LEVELS,
+        ", ".join(f'"{level}"' for level in _LOG_LEVELS),
+        "Level of the logger hvd_strategy; by the environment variable only.",
     ),
 )
 

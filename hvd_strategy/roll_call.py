@@ -2,7 +2,7 @@
 
 `roll_call` is what the ranks of a job do with a store, before there is anything better: each says
 who it is, rank 0 looks at the list, and everybody gets the list or the same error. `Patience` is
-how anything here waits: with a deadline, a line on stderr when it takes long, and open to Ctrl-C.
+how anything here waits: with a deadline, a warning when it takes long, and open to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from hvd_strategy.errors import HvdError, HvdTimeoutError, RankFailedError
+from hvd_strategy.log import get_logger
 from hvd_strategy.witness import Witness, process_record
 
 __all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll_call"]
@@ -26,6 +26,7 @@ __all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll
 Record = dict[str, Any]
 
 _ERRORS = {kind.__name__: kind for kind in (HvdError, HvdTimeoutError, RankFailedError)}
+_log = get_logger(__name__)
 
 
 class Patience:
@@ -58,7 +59,7 @@ class Patience:
         waited = time.monotonic() - self._start
         if 0 < self._warn_after <= waited:
             self._warn_after = 0
-            print(f"hvd_strategy: {self._what()} takes {waited:.0f} s so far.", file=sys.stderr)
+            _log.warning("%s takes %.0f s so far.", self._what(), waited)
 
     def pause(self) -> None:
         """Checks, then sleeps a moment, a little longer each time."""

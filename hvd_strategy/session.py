@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hvd_strategy import _core
+from hvd_strategy import _core, log
 from hvd_strategy.connect import connect_ranks
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.explanation import add_explanation
@@ -498,6 +498,7 @@ def open_session(
         "process_group_backend": process_group_backend,
     }
     options = {name: resolve(name, value) for name, value in given.items()}
+    log.set_level()
     with _process.lock:
         live = _process.session
         if live is not None:
@@ -506,6 +507,7 @@ def open_session(
             )
             return live
         world = world or _own_world()
+        log.set_rank(world.rank, world.size)
         number = _process.opened
         # Counted first: an attempt that fails on some ranks counts on all, so numbers stay equal.
         _process.opened += world.size > 1
@@ -519,6 +521,7 @@ def open_session(
             raise
         session = Session(world, core, communicator, options)
         _process.session = session
+        log.set_session(core.first_to_say)
         if not _process.closes_at_exit:
             # Workers of multiprocessing leave without running atexit's functions, but run these.
             multiprocessing.util.Finalize(None, _close_at_exit, exitpriority=100)
@@ -560,6 +563,7 @@ def _own_world() -> World:
 def _forget(session: Session) -> None:
     if _process.session is session:
         _process.session = None
+        log.set_session(None)
 
 
 def _close_at_exit() -> None:

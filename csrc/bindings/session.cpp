@@ -55,6 +55,11 @@ int check_root(const Communicator& communicator, int root) {
   return root;
 }
 
+// What a collective is for, where the caller says so, comes first in reports and errors.
+std::string named(const std::string& purpose, const std::string& what) {
+  return purpose.empty() ? what : purpose + ": " + what;
+}
+
 void run(Communicator& communicator, const std::shared_ptr<Work>& work, double timeout) {
   nb::gil_scoped_release release;
   communicator.run(work, python_wait(timeout));
@@ -62,14 +67,14 @@ void run(Communicator& communicator, const std::shared_ptr<Work>& work, double t
 
 void allreduce(Communicator& communicator, uintptr_t pointer, uint64_t count,
                const std::string& dtype, const std::string& op, double pre, double post,
-               double timeout) {
+               double timeout, const std::string& purpose) {
   auto work = std::make_shared<Work>();
   work->layout = std::make_shared<Layout>(parse_type(dtype), std::vector<uint64_t>{count});
   work->pointers = {address(pointer)};
   work->op = parse_op(op);
   work->pre = pre;
   work->post = post;
-  work->name = "allreduce (" + op + ") of " + std::to_string(count) + " x " + dtype;
+  work->name = named(purpose, "allreduce (" + op + ") of " + std::to_string(count) + " x " + dtype);
   run(communicator, work, timeout);
 }
 
@@ -89,7 +94,7 @@ void broadcast_many(Communicator& communicator, const std::vector<uintptr_t>& po
 }
 
 void allgather(Communicator& communicator, uintptr_t send, uint64_t send_bytes, uintptr_t receive,
-               const std::vector<uint64_t>& sizes, double timeout) {
+               const std::vector<uint64_t>& sizes, double timeout, const std::string& purpose) {
   if (sizes.size() != static_cast<size_t>(communicator.size()) ||
       sizes[static_cast<size_t>(communicator.rank())] != send_bytes) {
     throw Error(ErrorKind::bad_argument,
@@ -100,7 +105,7 @@ void allgather(Communicator& communicator, uintptr_t send, uint64_t send_bytes, 
   work->send = address(send);
   work->receive = address(receive);
   work->sizes = sizes;
-  work->name = "allgather, " + std::to_string(send_bytes) + " bytes from this rank";
+  work->name = named(purpose, "allgather, " + std::to_string(send_bytes) + " bytes from this rank");
   run(communicator, work, timeout);
 }
 
@@ -158,10 +163,12 @@ void bind_session(nb::module_& module) {
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("members", &Communicator::members)
-      .def("allreduce", &allreduce, nb::arg("pointer"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("op") = "sum", nb::arg("pre") = 1.0, nb::arg("post") = 1.0,
-           nb::arg("timeout") = 1800.0,
-           "In place: post * sum over ranks of pre * x; min and max ignore the factors.")
+      .def(
+          "allreduce", &allreduce, nb::arg("pointer"), nb::arg("count"), nb::arg("dtype"),
+          nb::arg("op") = "sum", nb::arg("pre") = 1.0, nb::arg("post") = 1.0,
+          nb::arg("timeout") = 1800.0, nb::arg("purpose") = "",
+          "In place: post * sum over ranks of pre * x; min and max ignore the factors. The purpose "
+          "is named in reports and errors.")
       .def(
           "broadcast",
           [](Communicator& communicator, uintptr_t pointer, uint64_t bytes, int root,
@@ -170,7 +177,7 @@ void bind_session(nb::module_& module) {
       .def("broadcast_many", &broadcast_many, nb::arg("pointers"), nb::arg("nbytes"),
            nb::arg("root") = 0, nb::arg("timeout") = 1800.0)
       .def("allgather", &allgather, nb::arg("send"), nb::arg("send_bytes"), nb::arg("receive"),
-           nb::arg("sizes"), nb::arg("timeout") = 1800.0,
+           nb::arg("sizes"), nb::arg("timeout") = 1800.0, nb::arg("purpose") = "",
            "Rank r's bytes go behind those of the ranks below r.")
       .def("barrier", &barrier, nb::arg("timeout") = 1800.0)
       .def("exchange", &exchange_records, nb::arg("record"), nb::arg("timeout") = 1800.0,
@@ -233,6 +240,17 @@ void bind_session(nb::module_& module) {
           "set_activity",
           [](Session& session, const std::string& text) { session.control().set_activity(text); },
           nb::arg("text"), "What this rank is about, for the stall reports of the others.")
+      .def(
+          "first_to_say",
+          [](Session& session, uint64_t digest) { return session.control().first_to_say(digest); },
+          nb::arg("digest"),
+          "True for the first of all ranks that comes with this digest; never waits.")
+      .def_prop_ro(
+          "waited_seconds",
+          [](Session& session) {
+            return static_cast<double>(session.control().waited_ns()) * 1e-9;
+          },
+          "Time that this rank's calls spent waiting for other ranks.")
       .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -32,6 +32,8 @@ constexpr int kTickMs = 100;
 constexpr uint64_t kLeastGraceNs = 1'000'000'000u;
 // A nap that takes longer than this beyond its time: the process itself was stopped.
 constexpr uint64_t kPauseNs = 1'000'000'000u;
+constexpr size_t kSaidEntries = 512;
+constexpr size_t kSaidProbes = 32;
 
 enum : uint32_t { kUnknown = 0, kJoined = 1, kLeft = 2 };
 }  // namespace
@@ -53,6 +55,8 @@ struct ControlPage {
   std::atomic<int32_t> first_failure{0};   // 1 + the rank whose cell tells; set once
   std::atomic<uint64_t> stop_asked_ns{0};  // when a rank last asked for the end of a run
   alignas(64) std::atomic<uint64_t> stop_line{0};
+  // Digests of the texts that some rank has printed for all: an open hash table, 0 = free entry.
+  std::atomic<uint64_t> said[kSaidEntries] = {};
   RankCell cells[1];  // `size` of them, then the bells
 };
 
@@ -85,7 +89,7 @@ int usable_cpus() {
 }  // namespace
 
 void print_line(int rank, const std::string& text) {
-  const std::string line = "[hvd] rank " + std::to_string(rank) + ": " + text + "\n";
+  const std::string line = "hvd_strategy: [rank " + std::to_string(rank) + "] " + text + "\n";
   (void)!write(STDERR_FILENO, line.data(), line.size());
 }
 
@@ -307,6 +311,24 @@ void HostControlPlane::tell_wait(const std::string& text) {
   page_->cells[rank_].wait.write(text);
 }
 
+void HostControlPlane::count_wait(const Waited& waited) {
+  if (waited.last_progress == 0) return;
+  waited_ns_.fetch_add(now_ns() - waited.last_progress, std::memory_order_relaxed);
+}
+
+bool HostControlPlane::first_to_say(uint64_t digest) {
+  if (digest == 0) digest = 1;
+  for (size_t probe = 0; usable() && probe < kSaidProbes; ++probe) {
+    std::atomic<uint64_t>& entry = page_->said[(digest + probe) % kSaidEntries];
+    uint64_t seen = entry.load(std::memory_order_relaxed);
+    if (seen == 0 && entry.compare_exchange_strong(seen, digest, std::memory_order_relaxed)) {
+      return true;
+    }
+    if (seen == digest) return false;
+  }
+  return true;
+}
+
 void HostControlPlane::leave() {
   if (usable()) {
     page_->cells[rank_].state.store(kLeft, std::memory_order_release);
@@ -481,6 +503,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
     HostControlPlane& control;
     Waited& waited;
     ~Untell() {
+      control.count_wait(waited);
       if (waited.told) control.tell_wait("");
     }
   } const untell{*this, waited};
@@ -490,6 +513,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       print_line(rank_, "goes on after " + in_seconds(now_ns() - waited.last_progress));
     }
     if (waited.told) tell_wait("");
+    count_wait(waited);
     waited.last_progress = waited.next_warning = 0;
     waited.warned = waited.told = false;
   };

@@ -65,6 +65,12 @@ class HostControlPlane final : public ControlPlane {
   void wait(const std::function<Step()>& step, const Wait& settings,
             const std::vector<int>& needed) override;
 
+  // True for the first of all ranks that comes with this digest of a text. Never blocks; when the
+  // table of digests is full, everybody is the first: a text may come twice, but is never lost.
+  bool first_to_say(uint64_t digest);
+  // Time that calls of wait() spent without progress, waiting for other ranks, since the start.
+  uint64_t waited_ns() const { return waited_ns_.load(std::memory_order_relaxed); }
+
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
   void mark_seen();
@@ -95,6 +101,7 @@ class HostControlPlane final : public ControlPlane {
   };
   void check_limits(const Wait& settings, const std::vector<int>& needed, Waited* waited);
   void tell_wait(const std::string& text);
+  void count_wait(const Waited& waited);
   std::string report(const std::vector<int>& needed) const;
   void wake_stopped(const std::vector<int>& ranks) const;
   int first_left(const std::vector<int>& ranks) const;
@@ -112,6 +119,7 @@ class HostControlPlane final : public ControlPlane {
   std::mutex texts_mutex_;         // of the texts in this rank's cell: one writer at a time
   std::atomic<uint32_t> spin_ns_;
   bool may_spin_;
+  std::atomic<uint64_t> waited_ns_{0};
 
   std::mutex failure_mutex_;
   std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded

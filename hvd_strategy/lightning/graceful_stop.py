@@ -16,13 +16,13 @@ ends by itself, as with Lightning; the others are told through the error that it
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from hvd_strategy._private_api import lightning_sigterm_flag, replace_lightning_sigterm
+from hvd_strategy.log import get_logger
 from hvd_strategy.session import Session
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class GracefulStop:
@@ -80,7 +80,7 @@ class GracefulStop:
     def _on_sigterm(self, signum: int, _: Any) -> None:
         """Runs in the main thread, between any two instructions or inside a wait of the engine."""
         trainer = self._trainer
-        _log.info("rank %d received SIGTERM", self._session.rank)
+        _log.warning("received SIGTERM: training ends after a batch that all ranks agree on")
         if not self._signalled and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         self._signalled = True

@@ -38,9 +38,11 @@ from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
+from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.lightning.replica_check import ReplicaCheck
 from hvd_strategy.lightning.skipped_steps import SkippedSteps
+from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
 from hvd_strategy.seeds import seed_by_rank
 from hvd_strategy.session import Session, open_session
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+_log = get_logger(__name__)
 
 _SESSION_OPTIONS = (
     "timeout",
@@ -95,6 +99,7 @@ class DataParallelStrategy(_Base):
                 "buckets. Compressed gradients will be the argument wire_dtype, which this version "
                 "does not have yet; leave ddp_comm_hook out."
             )
+        set_level()
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -177,6 +182,7 @@ class DataParallelStrategy(_Base):
         each of them has one device.
         """
         super().set_world_ranks()
+        set_rank(self.global_rank, self.world_size)
         environment = self.cluster_environment
         if environment is None or self.parallel_devices is None:
             return
@@ -189,9 +195,12 @@ class DataParallelStrategy(_Base):
                     "of one host only."
                 )
             if len(self.parallel_devices) > 1:
-                self._rank_zero("rank_zero_warn")(
-                    f"Trainer(devices={len(self.parallel_devices)}) is ignored: the launcher "
-                    f"started {size} ranks, one device each."
+                _log.warning(
+                    "Trainer(devices=%d) is ignored: the launcher started %d ranks, one device "
+                    "each.",
+                    len(self.parallel_devices),
+                    size,
+                    extra=FOR_ALL_RANKS,
                 )
             self.parallel_devices = [self.parallel_devices[0]] * size
 
@@ -244,10 +253,11 @@ class DataParallelStrategy(_Base):
         self._failed = False
         self._write_failure = None
         for name in self._ignored_arguments:
-            self._rank_zero("rank_zero_info")(
-                f"HvdStrategy({name}=...) is not needed and has no effect: parameters that a step "
-                "does not use and changing graphs need no preparation, gradients stay where "
-                "autograd made them, and buffers are kept equal."
+            _log.info(
+                "HvdStrategy(%s=...) is not needed and has no effect: parameters that a step does "
+                "not use and changing graphs need no preparation, gradients stay where autograd "
+                "made them, and buffers are kept equal.",
+                name,
             )
         self._ignored_arguments = []
 
@@ -266,6 +276,7 @@ class DataParallelStrategy(_Base):
         assert self._session is not None
         self._end_run()
         fitting = self._is_fitting(trainer)
+        self._layer_sync = synchronised_layers(self._tree, self._layer_sync)
         if fitting and self._layer_sync is not None:
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
@@ -656,9 +667,6 @@ class DataParallelStrategy(_Base):
     def _is_fitting(self, trainer: Any) -> bool:
         function = self._tree.pytorch_name("trainer.states", "TrainerFn")
         return bool(trainer.state.fn == function.FITTING)
-
-    def _rank_zero(self, name: str) -> Any:
-        return self._tree.pytorch_name("utilities.rank_zero", name)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -735,6 +735,45 @@ TEST(a_request_to_stop_shortens_the_wait_for_a_rank_that_does_not_come) {
       settings);
 }
 
+TEST(a_text_is_said_by_one_rank) {
+  constexpr uint64_t kTexts = 300;
+  std::atomic<int> first[kTexts] = {};
+  std::atomic<int> arrived{0};
+  with_control(3, [&](HostControlPlane& control) {
+    meet(control, arrived);
+    for (uint64_t text = 0; text < kTexts; ++text) {
+      // Neighbours in the table, and the digest that looks like a free entry.
+      if (control.first_to_say(text)) ++first[text];
+    }
+    for (uint64_t text = 0; text < kTexts; ++text) CHECK(!control.first_to_say(text));
+  });
+  // 0 and 1 are one digest.
+  CHECK_EQ(first[0].load() + first[1].load(), 1);
+  for (uint64_t text = 2; text < kTexts; ++text) CHECK_EQ(first[text].load(), 1);
+}
+
+TEST(a_full_table_of_texts_loses_none) {
+  with_control(1, [&](HostControlPlane& control) {
+    int said = 0;
+    for (uint64_t text = 1; text <= 5000; ++text) said += control.first_to_say(text * 977) ? 1 : 0;
+    CHECK_EQ(said, 5000);
+  });
+}
+
+TEST(time_spent_waiting_for_others_is_counted) {
+  std::atomic<int> arrived{0};
+  with_control(2, [&](HostControlPlane& control) {
+    meet(control, arrived);
+    const uint64_t before = control.waited_ns();
+    const uint64_t end = now_ns() + 30'000'000u;
+    control.wait([&] { return now_ns() < end ? Step::blocked : Step::done; }, soon(), {0, 1});
+    const uint64_t waited = control.waited_ns() - before;
+    CHECK(waited >= 20'000'000u);
+    control.wait([] { return Step::done; }, soon(), {0, 1});
+    CHECK_EQ(control.waited_ns() - before, waited);
+  });
+}
+
 TEST(rank_that_leaves_is_a_failure_only_for_who_needs_it) {
   std::atomic<int> arrived{0};
   with_control(3, [&](HostControlPlane& control) {

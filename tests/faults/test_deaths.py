@@ -69,7 +69,7 @@ def test_killed_rank(tmp_path: Path, pidfd: bool) -> None:
             # Waited for, there is no zombie any more: the kernel tells through the pidfd.
             ranks.processes[3].wait()
         # Rank 0 may have raised it, and closed its session, before its watch thread came to print.
-        texts = [dead, f"[hvd] rank 1: {dead}", f"[hvd] rank 2: {dead}"]
+        texts = [dead, f"hvd_strategy: [rank 1] {dead}", f"hvd_strategy: [rank 2] {dead}"]
         took = [
             ranks.wait_for(text, rank, timeout=5).seconds - killed
             for rank, text in enumerate(texts)
@@ -129,7 +129,7 @@ def test_rank_that_leaves_early() -> None:
             ranks.wait_for("afterwards: ", rank)
             ranks.wait_for("second session", rank)
         named = f"rank 1 (pid {ranks.pids[1]}) exited with status 0 without leaving the job"
-        ranks.wait_for(f"[hvd] rank 0: {named}", 0)
+        ranks.wait_for(f"hvd_strategy: [rank 0] {named}", 0)
         ranks.wait_for(f"RankFailedError: rank 0 cannot go on: {named}", 0)
         assert ranks.wait() == [1, 0]
 

@@ -47,7 +47,7 @@ def test_exceptions(tmp_path: Path) -> None:
         waiting = ranks.wait_for(f"RankFailedError: rank 0 cannot go on: {told}", 0)
         assert waiting.seconds - raised < 1
         # Outside the engine: printed by the watch, raised by the next call.
-        line = ranks.wait_for(f"[hvd] rank 2: {told}", 2)
+        line = ranks.wait_for(f"hvd_strategy: [rank 2] {told}", 2)
         assert line.seconds - raised < 2  # from the traceback to the exit of Python
         printed.touch()
         ranks.wait_for(f"RankFailedError: rank 2 cannot go on: {told}", 2)

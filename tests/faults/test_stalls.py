@@ -62,7 +62,7 @@ def test_stalls() -> None:
         assert "has been waiting" not in ranks.output()  # the first step may take longer
 
         stops = [ranks.wait_for("stops", 1).seconds]
-        warning = ranks.wait_for("[hvd] rank 0: has been waiting for 1", 0, timeout=10)
+        warning = ranks.wait_for("hvd_strategy: [rank 0] has been waiting for 1", 0, timeout=10)
         assert WARNING - 0.1 < warning.seconds - stops[0] < WARNING + 1
         assert "for the end of backward 11 on rank 1 (last seen 1 s ago)" in warning.text
         assert "not there yet: gradient bucket 0 (2." in warning.text

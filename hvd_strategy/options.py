@@ -92,7 +92,7 @@ def _backend(value: str) -> bool:
     return re.fullmatch(rf"auto|gloo|nccl|{pair}(,{pair})*", value) is not None
 
 
-_START_METHODS = ("auto", "popen", "fork", "spawn")
+_START_METHODS = ("auto", "popen", "fork", "spawn", "notebook")
 
 _ALL = (
     Option(

@@ -3,8 +3,8 @@
 The names below are loaded when they are first used, so that `import hvd_strategy` costs nothing and
 needs only the standard library: it happens at every `import torch`, through the entry point in
 `pyproject.toml`, also in programs that never use this package. All it does is arrange that the
-strategy names "hvd", "hvd_spawn", "hvd_fork" and "hvd_notebook" are known to Lightning once that is
-imported.
+strategy names "hvd", "hvd_spawn", "hvd_fork", "hvd_notebook" and "horovod" are known to Lightning
+once that is imported.
 """
 
 from __future__ import annotations

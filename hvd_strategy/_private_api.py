@@ -200,15 +200,18 @@ def lightning_is_interactive(fabric: str) -> bool:
     return bool(import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE)
 
 
-def lightning_launchers(pytorch: str) -> tuple[type[Any], type[Any]]:
-    """The launchers that run a script once per rank, and that use multiprocessing.
+def lightning_launchers(pytorch: str) -> tuple[type[Any], type[Any], type[Any]]:
+    """The launchers that run a script once per rank and that use multiprocessing, and the base.
 
-    Overridden: _MultiProcessingLauncher._wrapping_function, what a worker runs. Read: _strategy.
+    Overridden: _SubprocessScriptLauncher._call_children_scripts, which starts the other ranks;
+    _MultiProcessingLauncher._wrapping_function, what a worker runs. Read: _strategy.
 
-    lightning.pytorch.strategies.launchers._SubprocessScriptLauncher, _MultiProcessingLauncher.
+    lightning.pytorch.strategies.launchers._SubprocessScriptLauncher, _MultiProcessingLauncher;
+    lightning.pytorch.strategies.launchers.launcher._Launcher.
     """
     launchers = import_module(f"{pytorch}.strategies.launchers")
-    return launchers._SubprocessScriptLauncher, launchers._MultiProcessingLauncher
+    base = import_module(f"{pytorch}.strategies.launchers.launcher")._Launcher
+    return launchers._SubprocessScriptLauncher, launchers._MultiProcessingLauncher, base
 
 
 def lightning_tuner_exit(pytorch: str) -> type[BaseException]:
@@ -417,3 +420,31 @@ def _replace_on(owner: Any, **replacements: Callable[..., Any]) -> Callable[[], 
                 vars(owner)[name] = before[name]
 
     return restore
+
+
+def lightning_run_handling_exceptions(pytorch: str) -> Callable[..., Any]:
+    """What `fit`, `validate`, `test` and `predict` run their work in: (trainer, function, ...).
+
+    It goes through the strategy's launcher, calls callbacks on exceptions, and ends the process by
+    SystemExit on KeyboardInterrupt.
+
+    lightning.pytorch.trainer.call._call_and_handle_interrupt.
+    """
+    function: Callable[..., Any] = import_module(
+        f"{pytorch}.trainer.call"
+    )._call_and_handle_interrupt
+    return function
+
+
+def forget_lightning_resume(loop: Any) -> None:
+    """Makes a loop that has loaded its progress, and all loops in it, not resume from the middle.
+
+    lightning.pytorch.loops.loop._Loop._restarting, _loaded_from_state_dict and
+    _resuming_from_checkpoint; the latter two are new in 2.5.
+    """
+    for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+        if hasattr(loop, name):
+            setattr(loop, name, False)
+    for inner in vars(loop).values():
+        if hasattr(inner, "_restarting"):
+            forget_lightning_resume(inner)

@@ -31,8 +31,13 @@ _STRATEGIES = {
     "hvd": (None, "Data-parallel training with hvd-strategy; starts the other ranks by itself"),
     "hvd_spawn": ("spawn", "The same, ranks started by multiprocessing's spawn"),
     "hvd_fork": ("fork", "The same, ranks forked from this process"),
-    "hvd_notebook": ("fork", "The same, from a notebook: ranks forked from its kernel"),
+    "hvd_notebook": ("notebook", "The same, ranks in fresh interpreters, also from a notebook"),
 }
+
+# Lightning's own strategy of this name is gone since 2.0, and the package that continued it cannot
+# be imported. Only entered where no other package has it.
+_ALIAS = "horovod"
+_ALIAS_DESCRIPTION = "The same as hvd; does not multiply the learning rate by the number of ranks"
 
 
 def autoload() -> None:
@@ -73,18 +78,32 @@ def _register(module: Any) -> None:
             override=True,
             start_method=start_method,
         )
+    other = registry[_ALIAS]["strategy"] if _ALIAS in registry else None
+    # Compared by name: a package that is imported anew brings a new class of the same name.
+    ours = (type(other).__module__, type(other).__name__) == (_Factory.__module__, "_Factory")
+    if other is None or ours:
+        registry.register(
+            _ALIAS,
+            _Factory(tree, replaces_horovod=True),
+            description=_ALIAS_DESCRIPTION,
+            override=True,
+            start_method=None,
+        )
 
 
 class _Factory:
     """What a registry calls to make a strategy; stands for a class that is not loaded yet."""
 
-    def __init__(self, tree: str) -> None:
+    def __init__(self, tree: str, replaces_horovod: bool = False) -> None:
         self._tree = tree
+        self._replaces_horovod = replaces_horovod
 
     def __call__(self, **init_params: Any) -> Any:
         from hvd_strategy.lightning import strategy_class
 
-        return strategy_class(self._tree)(**init_params)
+        strategy = strategy_class(self._tree)(**init_params)
+        strategy.replaces_horovod = self._replaces_horovod
+        return strategy
 
 
 class _Finder:

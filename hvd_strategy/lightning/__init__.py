@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HvdStrategy", "strategy_class"]
 
+_LAUNCHERS = ("ScriptLauncher", "MultiProcessingLauncher", "NotebookLauncher")
+
 
 def strategy_class(tree: str) -> type[DataParallelStrategy]:
     """Returns `HvdStrategy` for one of the two Lightning packages.
@@ -45,10 +47,10 @@ def built_class(tree: str, name: str) -> Any:
         from hvd_strategy.lightning.environment import environment_class
 
         return environment_class(tree)
-    if name in ("ScriptLauncher", "MultiProcessingLauncher"):
+    if name in _LAUNCHERS:
         from hvd_strategy.lightning.launch import launcher_classes
 
-        return launcher_classes(tree)[name == "MultiProcessingLauncher"]
+        return launcher_classes(tree)[_LAUNCHERS.index(name)]
     if name == "AtomicCheckpointIO":
         from hvd_strategy.lightning.checkpoint import checkpoint_io_class
 

@@ -1,16 +1,25 @@
-"""How the ranks come into being: Lightning's launchers, with small additions."""
+"""How the ranks come into being: Lightning's launchers, with small additions.
+
+All of them leave the process as it was: its environment, its handler for Ctrl-C, torch's number of
+threads.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_launchers, lightning_tuner_exit
+from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning.checkpoint import same_checkpoints
 from hvd_strategy.lightning.class_tree import ClassTree, class_tree
 
@@ -22,9 +31,50 @@ if TYPE_CHECKING:
 else:
     _MultiProcessingBase = _ScriptBase = object
 
+# What launchers and Lightning's environments set for the time of a run.
+_RUN_VARIABLES = (
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "OMP_NUM_THREADS",
+    "WORLD_SIZE",
+)
+
+
+class _ScriptJob:
+    """The ranks that this process, as rank 0, has started by running its script again."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+        self._pid = os.getpid()
+        self._variables = {
+            name: os.environ[name] for name in _RUN_VARIABLES if name in os.environ
+        }
+
+    def enter(self) -> None:
+        """Puts into the environment who this process is, for one more run of the same ranks."""
+        if os.getpid() != self._pid:
+            return  # a fork of rank 0, which starts ranks of its own if it likes
+        ended = [process.pid for process in self._processes if process.poll() is not None]
+        if ended:
+            raise HvdError(
+                f"This script has started its other ranks already, and {len(ended)} of "
+                f"{len(self._processes)} have ended (pid {', '.join(map(str, ended))}), so the "
+                "Trainer cannot run again. Either all ranks run the whole script, or it starts "
+                'ranks for each run: HvdStrategy(start_method="spawn") or "notebook".'
+            )
+        os.environ.update(self._variables)
+
+
+_script_job: _ScriptJob | None = None
+
 
 class ScriptLauncher(_ScriptBase):
     """Runs the script once per rank, where no launcher has started the ranks.
+
+    Between runs the environment is what it was, so that whatever the script starts then is no rank
+    by mistake; that the ranks exist is remembered here.
 
     An exception is told to the other ranks at once. Lightning would first call the callbacks, of
     which one that saves a checkpoint waits for ranks that never come.
@@ -34,31 +84,69 @@ class ScriptLauncher(_ScriptBase):
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        try:
-            with nullcontext() if trainer is None else same_checkpoints(trainer):
-                return super().launch(function, *args, trainer=trainer, **kwargs)
-        except lightning_tuner_exit(self._tree.name):
-            raise
-        except BaseException as error:
-            if trainer is not None:
-                trainer.strategy.on_exception(error)
-            raise
+        with _process_kept():
+            if _script_job is not None:
+                _script_job.enter()
+            try:
+                with nullcontext() if trainer is None else same_checkpoints(trainer):
+                    return super().launch(function, *args, trainer=trainer, **kwargs)
+            except lightning_tuner_exit(self._tree.name):
+                raise
+            except BaseException as error:
+                if trainer is not None:
+                    trainer.strategy.on_exception(error)
+                raise
+
+    @override
+    def _call_children_scripts(self) -> None:
+        global _script_job
+        super()._call_children_scripts()
+        _script_job = _ScriptJob(self.procs)
 
 
-class MultiProcessingLauncher(_MultiProcessingBase):
+class InterruptHandlerKept:
+    """For launchers whose process is no rank, and lives on after Ctrl-C.
+
+    Lightning ignores Ctrl-C while it shuts down, and counts on the end of the process, or on what
+    it has saved before training; which it only does in a rank.
+    """
+
+    _interrupt_handler: Any = None
+
+    def keep_interrupt_handler(self) -> None:
+        """To be called before a run."""
+        if threading.current_thread() is threading.main_thread():
+            self._interrupt_handler = signal.getsignal(signal.SIGINT)
+
+    def restore_interrupt_handler(self) -> None:
+        """To be called when a run has ended, whatever way."""
+        if self._interrupt_handler is not None:
+            signal.signal(signal.SIGINT, self._interrupt_handler)
+            self._interrupt_handler = None
+
+
+class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
     """Starts the ranks by fork or spawn.
 
     The environment is left as it was, where Lightning's launcher leaves the port of the finished
-    job, for the next job to find. An exception in a worker is told to the other ranks; Lightning
-    handles exceptions in the parent only.
+    job, for the next job to find; and no rank is left when the run ends by an exception. An
+    exception in a worker is told to the other ranks; Lightning handles exceptions in the parent
+    only.
     """
 
     _tree: ClassTree
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        with _environment_kept():
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.keep_interrupt_handler()
+        with _process_kept():
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            finally:
+                for process in self.procs:
+                    if process.is_alive():
+                        process.kill()
+                    process.join()
 
     @override
     def _wrapping_function(self, process_idx: int, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,34 +157,46 @@ class MultiProcessingLauncher(_MultiProcessingBase):
             self._strategy.on_exception(error)
             raise
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_interrupt_handler": None}
+
 
 @contextmanager
-def _environment_kept() -> Iterator[None]:
-    before = dict(os.environ)
+def _process_kept() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _RUN_VARIABLES}
+    threads = torch.get_num_threads()
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @cache
-def launcher_classes(
-    tree_name: str,
-) -> tuple[type[ScriptLauncher], type[MultiProcessingLauncher]]:
-    """Returns the launchers as classes of the tree; pickle finds them where they say."""
+def launcher_classes(tree_name: str) -> tuple[type[Any], type[Any], type[Any]]:
+    """Returns the launchers for scripts, multiprocessing and notebooks, as classes of the tree.
+
+    Pickle finds them where they say they are.
+    """
+    from hvd_strategy.lightning.notebook import NotebookLauncher
+
     tree = class_tree(tree_name)
-    built: list[Any] = []
-    for ours, theirs in zip(
-        (ScriptLauncher, MultiProcessingLauncher), lightning_launchers(tree_name), strict=True
-    ):
+    ours = (ScriptLauncher, MultiProcessingLauncher, NotebookLauncher)
+    built = []
+    for own, theirs in zip(ours, lightning_launchers(tree_name), strict=True):
         attributes = {"__module__": tree.public_module, "_tree": tree}
-        built.append(type(ours.__name__, (ours, theirs), attributes))
-    return built[0], built[1]
+        built.append(type(own.__name__, (own, theirs), attributes))
+    return built[0], built[1], built[2]
 
 
 __all__ = [
+    "InterruptHandlerKept",
     "MultiProcessingLauncher",
     "ScriptLauncher",
     "launcher_classes",

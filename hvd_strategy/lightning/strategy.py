@@ -37,7 +37,7 @@ from hvd_strategy.lightning.checkpoint import checkpoint_io_class
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
-from hvd_strategy.lightning.launch import launcher_classes
+from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
 from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.lightning.replica_check import ReplicaCheck
@@ -90,6 +90,8 @@ class DataParallelStrategy(_Base):
     # The path of the last checkpoint of a plugin that may write it later, and why it could not.
     _written_late: Any = None
     _write_failure: BaseException | None = None
+    # Whether it was asked for by the name "horovod", and so has to tell what is different.
+    replaces_horovod = False
 
     def _take_options(self, ddp_comm_hook: Any, not_needed: dict[str, Any], **options: Any) -> None:
         """Checks the arguments that are not Lightning's own. Touches nothing else."""
@@ -211,19 +213,20 @@ class DataParallelStrategy(_Base):
         if method == "auto":
             interactive = lightning_is_interactive(self._tree.fabric)
             started = environment.creates_processes_externally
-            method = "fork" if interactive and not started else "popen"
+            method = "notebook" if interactive and not started else "popen"
         if environment.creates_processes_externally and not isinstance(
             environment, self._default_environment()
         ):
             # The ranks exist already; this launcher starts none in that case.
             method = "popen"
         self._start_method = method
-        script, multiprocessing = launcher_classes(self._tree.name)
-        self._launcher = (
-            script(environment, self.num_processes, self.num_nodes)
-            if method == "popen"
-            else multiprocessing(self, start_method=method)
-        )
+        script, multiprocessing, notebook = launcher_classes(self._tree.name)
+        if method == "popen":
+            self._launcher = script(environment, self.num_processes, self.num_nodes)
+        elif method == "notebook":
+            self._launcher = notebook(self)
+        else:
+            self._launcher = multiprocessing(self, start_method=method)
 
     # ---- life cycle
 
@@ -260,6 +263,15 @@ class DataParallelStrategy(_Base):
                 name,
             )
         self._ignored_arguments = []
+        if self.replaces_horovod:
+            self.replaces_horovod = False
+            self._rank_zero("rank_zero_warn")(
+                'strategy="horovod" is hvd-strategy here, which leaves the learning rate alone: '
+                "Lightning's HorovodStrategy multiplied it by the number of ranks, in the "
+                "optimizers and in the base of their schedulers. To train as before, multiply it "
+                f"yourself (lr * {self.world_size}); to train as now without this message, use "
+                'strategy="hvd".'
+            )
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -583,6 +595,8 @@ class DataParallelStrategy(_Base):
                 raise
         finally:
             self._written_late = None
+            if isinstance(self._launcher, InterruptHandlerKept):
+                self._launcher.restore_interrupt_handler()
             if self._failed and self._session is not None:
                 self._session.close()
                 self._session = None

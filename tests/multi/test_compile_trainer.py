@@ -78,7 +78,7 @@ def fit_compiled(cache: str, model_class: type[Regression], count: int, argument
 def fit_with_inductor(
     cache: str, model_class: type[Regression], whole: bool, folder: str
 ) -> Outcome:
-    """Two epochs with the real compiler, a checkpoint, and a second Trainer that goes on from it."""
+    """Two epochs with the real compiler; the second by another Trainer, from a checkpoint."""
     prepare_compiler(cache)
     torch.manual_seed(own_rank())
     model = model_class()

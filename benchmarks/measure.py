@@ -346,7 +346,13 @@ class Report:
     notes: list[str] = field(default_factory=list)
     _others: _Disturbance = field(default_factory=_Disturbance, repr=False)
 
-    def print(self, *, as_json: bool, columns: Mapping[str, Callable[[Any], str]]) -> None:
+    def print(
+        self,
+        *,
+        as_json: bool,
+        columns: Mapping[str, Callable[[Any], str]],
+        as_markdown: bool = False,
+    ) -> None:
         """Prints everything as JSON, or the rows as a table of `columns` (name -> format)."""
         others = self._others.share()
         if as_json:
@@ -375,9 +381,14 @@ class Report:
             for row in self.rows
         ]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(columns))]
+        if as_markdown:
+            table.insert(1, ["---"] * len(columns))
         for cells in table:
             first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            print("  ".join([first.strip().ljust(widths[0]), *rest]))
+            if as_markdown:
+                print(f"| {' | '.join(cells)} |")
+            else:
+                print("  ".join([first.strip().ljust(widths[0]), *rest]))
         for line in [*self.figures, *self.notes]:
             print(line)
         print(f"others used {others:.0%} of the machine's CPU time during this run", end="")

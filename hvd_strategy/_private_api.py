@@ -7,6 +7,7 @@ Imports happen inside the functions, so that importing this module imports nothi
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,17 @@ def current_autograd_node() -> Any:
     import torch
 
     return torch._C._current_autograd_node()
+
+
+def compiled_autograd_runs() -> bool:
+    """Whether this backward is run as a compiled program, not by autograd's engine.
+
+    It has no end that a callback could wait for: `queue_end_of_backward` then drops it silently.
+
+    torch._dynamo.compiled_autograd.in_compiled_autograd_region; tested with torch 2.13.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
 
 
 def post_accumulate_hooks(parameter: Any) -> OrderedDict[int, Any]:

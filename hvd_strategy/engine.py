@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from hvd_strategy import _core
 from hvd_strategy._private_api import (
+    compiled_autograd_runs,
     current_autograd_node,
     queue_end_of_backward,
     storage_users,
@@ -276,12 +277,21 @@ class GradientReducer(ObservedReducer):
         """Called by the hook of the first gradient of a backward."""
         if self._core.must_recover:
             self._core.recover()
-        if torch.is_grad_enabled():
+        problem = ""
+        if compiled_autograd_runs():
+            problem = (
+                "a backward that compiled autograd runs (torch._dynamo.config.compiled_autograd) "
+                "cannot be the training backward, because it has no end at which gradients could "
+                "be reduced. Leave compiled autograd off, and call backward() outside of what is "
+                "compiled; torch.compile of the model compiles its backward as well."
+            )
+        elif torch.is_grad_enabled():
             problem = (
                 "backward(create_graph=True) cannot be the training backward, because reducing its "
                 "gradients in place would break their graph. Use torch.autograd.grad(..., "
                 "create_graph=True) for the inner gradient and a plain backward() for the loss."
             )
+        if problem:
             self._fail(problem)
             raise HvdError(f"Rank {self._session.rank}: {problem}")
         queue_end_of_backward(_EndOfBackward(self))
@@ -542,6 +552,11 @@ class GradientReducer(ObservedReducer):
                 "that backward, clear the gradients and run the step again."
             )
         if self._gate.nothing_reduced_since(number, self._flushes):
+            # Without a backward, the gradients there are came another way: assigned by the user, or
+            # computed inside a compiled step, where no hook runs. They are this rank's own.
+            for index, parameter in enumerate(self._table.parameters):
+                if parameter.grad is not None:
+                    self._core.set_dirty(index, True)
             self._flush(_core.FLUSH_AT_GATE)
         self._adopt(optimizer)
         if self._unreduced():
@@ -574,6 +589,7 @@ class _EndOfBackward:
         self._flushes = reducer._flushes
         self._called = False
 
+    @torch.compiler.disable  # see `_weakly`
     def __call__(self) -> None:
         self._called = True
         self._reducer._end_of_backward()
@@ -617,4 +633,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         bound = reference()
         return None if bound is None else bound(*args)
 
-    return call
+    # Where the user compiles a whole step, Dynamo looks at every function that runs in it. Ours
+    # hold nothing that it could compile, and counters that would have it compile again each time.
+    uncompiled: Callable[..., Any] = torch.compiler.disable(call)
+    return uncompiled

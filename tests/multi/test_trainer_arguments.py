@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import hvd_strategy
 from hvd_strategy import HvdError
-from hvd_strategy._private_api import LIGHTNING_STRATEGY_NAMES
 from hvd_strategy.lightning import HvdStrategy, strategy_class
 from hvd_strategy.lightning.class_tree import class_tree
 from hvd_strategy.lightning.pytorch_lightning import HvdStrategy as OtherHvdStrategy
@@ -39,13 +38,6 @@ def test_public_names() -> None:
     assert HvdStrategy is not OtherHvdStrategy
     with pytest.raises(ValueError, match="tree='pl' is not a Lightning package; it can be"):
         strategy_class("pl")
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_private_names_of_lightning_exist(tree: str) -> None:
-    strategy = class_tree(tree).pytorch_name("strategies", "DDPStrategy")()
-    strategy.parallel_devices = [torch.device("cpu")]
-    assert [name for name in LIGHTNING_STRATEGY_NAMES if not hasattr(strategy, name)] == []
 
 
 @pytest.mark.parametrize("tree", TREES)

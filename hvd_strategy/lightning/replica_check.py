@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from hvd_strategy._private_api import normalization_layers
 from hvd_strategy.consistency import check_consistency, named_state
+from hvd_strategy.log import FOR_ALL_RANKS, get_logger
 from hvd_strategy.session import Session
+
+_log = get_logger(__name__)
 
 
 class ReplicaCheck:
@@ -23,7 +25,6 @@ class ReplicaCheck:
         session: The ranks.
         every_n_steps: Optimizer steps between two comparisons.
         on_divergence: see `hvd_strategy.check_consistency`.
-        warn: Is told of repairs.
     """
 
     def __init__(
@@ -32,13 +33,11 @@ class ReplicaCheck:
         session: Session,
         every_n_steps: int,
         on_divergence: str,
-        warn: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._session = session
         self._every_n_steps = every_n_steps
         self._on_divergence = on_divergence
-        self._warn = warn
         self._next: int | None = None
 
     def on_batch_start(self) -> None:
@@ -71,9 +70,12 @@ class ReplicaCheck:
             when=f"optimizer step {step}",
         )
         for divergence in repaired:
-            self._warn(
-                f"After optimizer step {step} {divergence}: repaired with the value of rank "
-                f"{divergence.reference}."
+            _log.warning(
+                "after optimizer step %d %s: repaired with the value of rank %d",
+                step,
+                divergence,
+                divergence.reference,
+                extra=FOR_ALL_RANKS,
             )
 
 

@@ -265,12 +265,13 @@ class DataParallelStrategy(_Base):
         self._ignored_arguments = []
         if self.replaces_horovod:
             self.replaces_horovod = False
-            self._rank_zero("rank_zero_warn")(
+            _log.warning(
                 'strategy="horovod" is hvd-strategy here, which leaves the learning rate alone: '
                 "Lightning's HorovodStrategy multiplied it by the number of ranks, in the "
                 "optimizers and in the base of their schedulers. To train as before, multiply it "
-                f"yourself (lr * {self.world_size}); to train as now without this message, use "
-                'strategy="hvd".'
+                'yourself (lr * %d); to train as now without this message, use strategy="hvd".',
+                self.world_size,
+                extra=FOR_ALL_RANKS,
             )
 
     @override
@@ -316,7 +317,6 @@ class DataParallelStrategy(_Base):
                     self._session,
                     every_n_steps,
                     self._options["on_divergence"],
-                    self._rank_zero("rank_zero_warn"),
                 )
         if self._session.size > 1:
             self._stop = GracefulStop(

@@ -262,7 +262,7 @@ def count_checks() -> list[int]:
     torch.manual_seed(0)
     model = Regression()
     trainer = make_trainer(strategy=strategy(), accumulate_grad_batches=2, max_epochs=3)
-    check = Counting(trainer, open_session(), 2, "error", print)
+    check = Counting(trainer, open_session(), 2, "error")
     recorder = Recorder(lambda trainer, module: check.on_batch_start(), "on_train_batch_start")
     end = Recorder(lambda trainer, module: check.on_train_end(), "on_train_end")
     trainer.callbacks += [recorder, end]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RankFailedError,
         StallError,
     )
+    from hvd_strategy.grad_scaler import GradScaler
     from hvd_strategy.lightning import HvdMonitor, HvdStrategy
     from hvd_strategy.session import Session, current_session, open_session
     from hvd_strategy.sync_batchnorm import SyncBatchNorm
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointNotFoundError",
     "DivergenceError",
+    "GradScaler",
     "GradientReducer",
     "HvdError",
     "HvdMonitor",
@@ -57,6 +59,7 @@ __all__ = [
 _MODULE_OF = {
     "CheckpointNotFoundError": "errors",
     "DivergenceError": "errors",
+    "GradScaler": "grad_scaler",
     "GradientReducer": "engine",
     "HvdError": "errors",
     "HvdMonitor": "lightning",

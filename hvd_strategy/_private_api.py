@@ -76,6 +76,31 @@ def post_accumulate_hooks(parameter: Any) -> OrderedDict[int, Any]:
     return hooks
 
 
+def set_versions(tensors: list[Tensor], version: int) -> None:
+    """Makes `version` the version of all the tensors.
+
+    torch._C._autograd._unsafe_set_version_counter; tested with torch 2.13. Takes one tensor and one
+    number in older releases.
+    """
+    import torch
+
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+
+
+def scaler_is_ready_for(scaler: Any, optimizer: Any) -> bool:
+    """Whether a GradScaler has not unscaled the optimizer's gradients since its last update.
+
+    Overridden in our subclass: GradScaler._unscale_grads_. Read and written: _scale,
+    _growth_tracker, _enabled.
+
+    torch.amp.GradScaler._per_optimizer_states, torch.amp.grad_scaler.OptState; tested with torch
+    2.13.
+    """
+    from torch.amp.grad_scaler import OptState
+
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
 def storage_users() -> Callable[[int], int]:
     """The function that counts the objects which refer to a storage, given its address (`_cdata`).
 

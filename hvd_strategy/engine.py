@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,11 @@ from hvd_strategy._private_api import (
     compiled_autograd_runs,
     current_autograd_node,
     queue_end_of_backward,
+    set_versions,
     storage_users,
     tensor_version,
 )
+from hvd_strategy.contribution import Contribution
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
 from hvd_strategy.module_watch import ModuleWatch
@@ -41,13 +43,17 @@ from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
 from hvd_strategy.parameter_table import Named, ParameterTable, in_words
 from hvd_strategy.parameters import gradient_strides, unique, zeros
+from hvd_strategy.reduced_gradients import ReducedGradients
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.sparse import SparseGradients
+
+if TYPE_CHECKING:
+    from hvd_strategy.grad_scaler import GradScaler
 
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer(ObservedReducer):
+class GradientReducer(ReducedGradients, ObservedReducer):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
@@ -77,7 +83,13 @@ class GradientReducer(ObservedReducer):
         timeout: Deadline of a reduction.
         sparse_as_dense: Turn sparse gradients into dense ones, which is faster where most rows are
             hit; False by default.
-        gradient_norms: Compute finite flag and sum of squares of each gradient on the way.
+        gradient_average: "ranks": the gradient of the mean over the ranks of their losses.
+            "items": that of the mean over all items (samples, tokens) of all ranks and of all
+            micro-batches of an accumulation; each backward is `reducer.backward(loss, items=n)`.
+        gradient_norms: Compute finite flag and sum of squares of each gradient on the way, so that
+            clipping and loss scaling need not read the gradients again. Edits between backward and
+            clipping count, except those through `.data` or numpy, which leave no trace: leave this
+            off if you make such.
         force: Take the full path in a world of one rank too, where there is nothing to reduce
             (for measurements).
 
@@ -97,6 +109,7 @@ class GradientReducer(ObservedReducer):
         bucket_cap_mb: float | None = None,
         timeout: timedelta | None = None,
         sparse_as_dense: bool | None = None,
+        gradient_average: str | None = None,
         gradient_norms: bool = False,
         force: bool = False,
     ) -> None:
@@ -104,6 +117,7 @@ class GradientReducer(ObservedReducer):
         bucket_cap_mb = resolve("bucket_cap_mb", bucket_cap_mb)
         timeout = resolve("timeout", timeout)
         sparse_as_dense = resolve("sparse_as_dense", sparse_as_dense)
+        gradient_average = resolve("gradient_average", gradient_average)
         optimizers = optimizers_of(optimizer)
         named = unique(named_parameters)
         if session is not None and not isinstance(session, Session):
@@ -127,11 +141,15 @@ class GradientReducer(ObservedReducer):
         )
         self._remove_hooks.atexit = False
         self._gate = Gate(self._handles)
+        self._contribution = Contribution(by_items=gradient_average == "items")
         self._flushes = 0
         self._unnamed = 0
         self._core: Any = None
         self._watch: ModuleWatch | None = None
-        self._active = self._session.size > 1 or force
+        self._rescaled = {}
+        by_items = self._contribution.by_items
+        self._active = self._session.size > 1 or force or by_items
+        gradient_norms = gradient_norms or by_items  # tells kept gradients from new ones
         if self._active:
             self._core = _core.Reducer(
                 self._session.core,
@@ -150,6 +168,8 @@ class GradientReducer(ObservedReducer):
                 tensor_version,
                 torch.Tensor,
             )
+            if gradient_norms:
+                self._core.set_mark(set_versions)
             self._table = ParameterTable(
                 self._core, self._session, self._gate.group_of, self._parameter_hooks
             )
@@ -291,9 +311,15 @@ class GradientReducer(ObservedReducer):
                 "gradients in place would break their graph. Use torch.autograd.grad(..., "
                 "create_graph=True) for the inner gradient and a plain backward() for the loss."
             )
+        elif self._contribution.by_items and not self._contribution.in_weighted_backward:
+            problem = (
+                "a plain backward() does not tell how many items its loss is the mean of. With "
+                "gradient_average='items', call reducer.backward(loss, items=n)."
+            )
         if problem:
             self._fail(problem)
             raise HvdError(f"Rank {self._session.rank}: {problem}")
+        self._contribution.announce(self._core, in_backward=True)
         queue_end_of_backward(_EndOfBackward(self))
 
     def _refuse_other_thread(self, index: int) -> None:
@@ -346,6 +372,8 @@ class GradientReducer(ObservedReducer):
             problem = f"gradients came from a second thread while {_TWO_BACKWARDS}"
             self._fail(problem)
             raise HvdError(f"Rank {self._session.rank}: {problem}")
+        if not self._core.begun:
+            self._contribution.announce(self._core, in_backward=False)
         try:
             if self._reduce_round(flags):
                 with self._ending_the_job():
@@ -358,6 +386,8 @@ class GradientReducer(ObservedReducer):
         except BaseException:
             self._drop_deferred()
             raise
+        finally:
+            self._contribution.clear()
 
     def _reduce_round(self, flags: int) -> bool:
         """Reduces what there is. True when parameters have changed: the ranks have to agree first.
@@ -381,9 +411,10 @@ class GradientReducer(ObservedReducer):
             outdated = self._provide(lacking)
         if core.complete():
             self._extra_round()
+        factor = self._contribution.reduced(core, self._session.size)
         if announced & _core.FLUSH_SPARSE:
             with self._ending_the_job():
-                for index in self._sparse.reduce(self._table.parameters, self._table.names):
+                for index in self._sparse.reduce(self._table.parameters, self._table.names, factor):
                     core.set_dirty(index, False)
         if outdated and not announced & _core.FLUSH_CHANGED:
             names = in_words(self._table.names[index] for index in outdated)
@@ -516,18 +547,32 @@ class GradientReducer(ObservedReducer):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.active:
             return None
-        changed = behind_closure(args, kwargs, lambda: self.gate(optimizer))
+        changed = behind_closure(args, kwargs, lambda: self._pass_gate(optimizer))
         if changed is None:
-            self.gate(optimizer)
+            self._pass_gate(optimizer)
         return changed
 
-    def gate(self, optimizer: Optimizer) -> None:
-        """Makes sure that the optimizer's gradients are reduced, before they are used.
+    def _pass_gate(self, optimizer: Optimizer) -> None:
+        """The gate of a step."""
+        if self.active and not self._core.local:
+            self.join(optimizer)
+            self._gate.passed(self._gate.number_of(optimizer), self._flushes)
 
-        Called by itself before each `optimizer.step`, or after its closure. Call it yourself when
-        something has to see the final gradients earlier (clipping) although this rank may not
-        have run a backward. Costs no communication when a backward has been reduced since the
-        optimizer's last step.
+    def step_is_over(self, optimizer: Optimizer) -> None:
+        """Says that the optimizer's step is over, whether it was made or, as by a scaler, skipped.
+
+        What has been reduced for it does not count for the next one.
+        """
+        if self.active:
+            self._gate.over(self._gate.number_of(optimizer), self._flushes)
+
+    def join(self, optimizer: Optimizer) -> None:
+        """Makes sure that the optimizer's gradients are reduced, before they are used. Collective.
+
+        Happens by itself before each `optimizer.step`, or after its closure, and in what this
+        object does with an optimizer's gradients. Call it yourself when something else has to see
+        the final gradients although this rank may not have run a backward. Costs no communication
+        when a backward has been reduced since the optimizer's last step.
         """
         if not self.active or self._core.local:
             return
@@ -561,9 +606,79 @@ class GradientReducer(ObservedReducer):
         self._adopt(optimizer)
         if self._unreduced():
             self._flush(_core.FLUSH_AT_GATE)
-        self._gate.passed(number, self._flushes)
 
     # ---- for users ----
+
+    def backward(self, loss: Tensor, items: float | None = None, **arguments: Any) -> None:
+        """`loss.backward()`, with `gradient_average="items"` weighted by the number of items.
+
+        Args:
+            loss: The mean of the loss over the items of this rank in this micro-batch.
+            items: How many that are; 0 where a rank has none, whose loss is not looked at.
+            arguments: Those of `Tensor.backward`.
+
+        Raises:
+            ValueError: `items` is missing, or is no number of items, or is given where the average
+                is that of the ranks.
+            HvdError: Reduced gradients of the last step are kept; they are a mean already, to
+                which no sum can be added.
+        """
+        contribution = self._contribution
+        if not contribution.by_items:
+            if items is not None:
+                raise ValueError(
+                    f"items={items!r} is not accepted by a reducer with gradient_average='ranks': "
+                    "create it with gradient_average='items'."
+                )
+            loss.backward(**arguments)
+            return
+        if items is None:
+            raise ValueError(
+                "items=None is not accepted with gradient_average='items': it takes the number of "
+                "items that the loss is the mean of."
+            )
+        if not contribution.items:
+            self._require_cleared()
+        contribution.add_items(items)
+        if items:
+            contribution.in_weighted_backward = True
+            try:
+                (loss * items).backward(**arguments)
+            finally:
+                contribution.in_weighted_backward = False
+        elif not self._core.local:
+            self._flush()
+
+    def _require_cleared(self) -> None:
+        numbered = [(index, p) for index, p in enumerate(self._table.parameters)]
+        for index, products in enumerate(self._core.known_products(numbered)):
+            if products is not None:
+                raise HvdError(
+                    f"Rank {self._session.rank}: '{self._table.names[index]}' still has the "
+                    "gradient of the last step, which is a mean over items, while a backward adds "
+                    "a sum. Clear the gradients (optimizer.zero_grad()) after each step."
+                )
+
+    def attach_scaler(self, scaler: GradScaler | None) -> None:
+        """Works together with a scaler from now on; called by `GradScaler.attach`."""
+        self._contribution.attach_scaler(scaler)
+
+    def set_scale(self, scale: float) -> None:
+        """Tells by what the next loss is multiplied; called by `GradScaler.scale`."""
+        self._contribution.set_scale(scale)
+
+    def set_weight(self, weight: float) -> None:
+        """Sets the weight of this rank in the mean of the next reduction; 1 otherwise.
+
+        Args:
+            weight: 0 or more; a rank with 0 takes part without a say.
+        """
+        self._contribution.set_weight(weight)
+
+    @property
+    def unscaled_early(self) -> bool:
+        """Whether the last reduction has undone the scale of the loss."""
+        return self._contribution.unscaled_early
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:

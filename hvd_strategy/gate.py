@@ -88,6 +88,10 @@ class Gate:
         self.last = number + 1
         self.digest = (self.digest * 1_000_003 + self.last) % (1 << _DIGEST_BITS)
 
+    def over(self, number: int, flushes: int) -> None:
+        """Says that an optimizer's step is over, made or not: what was reduced is used up."""
+        self._flushes_seen[number] = flushes
+
     def stepped_unseen(self, index: int, version: int) -> bool:
         """Whether an optimizer that is none of these has stepped a parameter.
 

@@ -176,6 +176,14 @@ _ALL = (
         "Sparse gradients are turned into dense ones before they are reduced.",
     ),
     Option(
+        "gradient_average",
+        str,
+        "ranks",
+        lambda value: value in ("ranks", "items"),
+        '"ranks" or "items"',
+        "What the mean is taken over: the ranks, or the items that each of them tells.",
+    ),
+    Option(
         "consistency_check_every_n_steps",
         int,
         0,

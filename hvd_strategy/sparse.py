@@ -42,8 +42,15 @@ class SparseGradients:
         self.as_dense = as_dense
         self.pending: set[int] = set()
 
-    def reduce(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[int]:
+    def reduce(
+        self, parameters: Sequence[Tensor], names: Sequence[str], factor: float = 1.0
+    ) -> list[int]:
         """Puts the mean into `p.grad` of all parameters that are pending on any rank. Collective.
+
+        Args:
+            parameters: All parameters, by number.
+            names: Their names.
+            factor: What this rank's gradients are multiplied by first.
 
         Returns:
             Their numbers.
@@ -57,6 +64,11 @@ class SparseGradients:
             pending.update(pickle.loads(record))
         indices = sorted(pending)
         gradients = {index: _coalesced(parameters[index].grad) for index in indices}
+        if factor != 1.0:
+            gradients = {
+                index: gradient if gradient is None else gradient * factor
+                for index, gradient in gradients.items()
+            }
         own = [_describe(parameters[index], gradients[index]) for index in indices]
         by_rank = [pickle.loads(record) for record in exchange(pickle.dumps(own))]
         of_index = {index: [of[n] for of in by_rank] for n, index in enumerate(indices)}
@@ -67,7 +79,7 @@ class SparseGradients:
             if len(dimensions) == 1 and 0 not in dimensions:
                 sparse[index] = dimensions.pop()
             else:
-                parameters[index].grad = self._dense_mean(parameters[index])
+                parameters[index].grad = self._dense_mean(parameters[index], factor)
         for index, mean in self._sparse_means(parameters, gradients, sparse, of_index).items():
             parameters[index].grad = mean
         self.pending.clear()
@@ -83,10 +95,12 @@ class SparseGradients:
                         f"rank {rank}. All ranks have to build the same model."
                     )
 
-    def _dense_mean(self, parameter: Tensor) -> Tensor:
+    def _dense_mean(self, parameter: Tensor, factor: float) -> Tensor:
         gradient = zeros(parameter)
         if parameter.grad is not None:
             gradient.copy_(parameter.grad.to_dense())
+        if factor != 1.0:
+            gradient.mul_(factor)
         return self._session.allreduce(gradient, "mean")
 
     def _sparse_means(

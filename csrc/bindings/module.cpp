@@ -2,10 +2,14 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,6 +17,7 @@
 #include "bindings/bindings.h"
 #include "kernels/hash.h"
 #include "kernels/reduce.h"
+#include "kernels/rescale.h"
 
 namespace nb = nanobind;
 
@@ -99,6 +104,26 @@ NB_MODULE(_core, module) {
       nb::arg("pieces"),
       "Hashes of pieces of memory, given as pairs of address and bytes: 64 bits each, the same on "
       "every machine of one byte order.");
+  module.def(
+      "rescale",
+      [](const std::vector<std::tuple<uintptr_t, size_t, std::string>>& pieces, double factor) {
+        std::vector<std::pair<double, bool>> results;
+        results.reserve(pieces.size());
+        nb::gil_scoped_release release;
+        for (const auto& [address, count, name] : pieces) {
+          hvd::DType dtype{};
+          if (!hvd::parse_dtype(name.c_str(), &dtype)) {
+            throw hvd::Error(hvd::ErrorKind::bad_argument, "there is no dtype " + name);
+          }
+          const hvd::ByProducts found =
+              hvd::rescale(reinterpret_cast<void*>(address), dtype, count, factor);
+          results.emplace_back(found.sum_of_squares, found.finite);
+        }
+        return results;
+      },
+      nb::arg("pieces"), nb::arg("factor"),
+      "Multiplies pieces of memory, given as (address, elements, dtype), in one pass; with a factor "
+      "of 1 they are only read. Returns (sum of squares, all finite) of each result.");
   hvd::bind_session(module);
   hvd::bind_reducer(module);
 }

@@ -33,6 +33,7 @@ struct Names {
   nb::object stride = nb::steal(PyUnicode_InternFromString("stride"));
   nb::object untyped_storage = nb::steal(PyUnicode_InternFromString("untyped_storage"));
   nb::object cdata = nb::steal(PyUnicode_InternFromString("_cdata"));
+  nb::object version = nb::steal(PyUnicode_InternFromString("_version"));
 };
 
 nb::object get(nb::handle object, const nb::object& name) {
@@ -112,6 +113,11 @@ struct HookState {
     nb::object parameter;
     nb::object gradient;
   };
+  // Called with the gradients of a round and a number: makes it their version, by which it shows
+  // whether anybody has written to them since. None: nobody will ask.
+  nb::object mark = nb::none();
+  uint64_t marked_as = 0;
+  std::vector<void*> marked_memory;  // by parameter; null: not reduced in the last round
   std::vector<Taken> taken;
   std::vector<Taken> again;  // fired a second time after its bucket had left
   nb::object storage_users;  // called with a storage's address: how many objects refer to it
@@ -245,7 +251,31 @@ struct HookState {
       if (!entry.parameter.is_none()) set_grad(entry.parameter, names, entry.gradient);
       dirty[entry.index] = false;
     }
+    if (!mark.is_none()) mark_taken();
     forget();
+  }
+
+  void mark_taken() {
+    nb::list gradients;
+    marked_memory.assign(expected.size(), nullptr);
+    for (const Taken& entry : taken) {
+      gradients.append(entry.gradient);
+      marked_memory[entry.index] = memory_of(entry.gradient);
+    }
+    // No tensor that somebody made or wrote to comes to such a version by itself.
+    marked_as = (uint64_t{1} << 30) + reducer->rounds();
+    mark(gradients, marked_as);
+  }
+
+  // Sum of squares and finite flag of p.grad if it is what the last round has left there.
+  nb::object known_products(uint32_t index, nb::handle parameter) const {
+    const ByProducts* found = reducer->by_products(index);
+    if (found == nullptr || index >= marked_memory.size()) return nb::none();
+    const nb::object gradient = get(parameter, names.grad);
+    if (gradient.is_none() || memory_of(gradient) != marked_memory[index]) return nb::none();
+    const nb::object version = get(gradient, names.version);
+    if (PyLong_AsUnsignedLongLong(version.ptr()) != marked_as) return nb::none();
+    return nb::make_tuple(found->sum_of_squares, found->finite);
   }
 
   // Returns the parameters that were written to since they fired.
@@ -395,6 +425,22 @@ class PyReducer {
   }
   uint32_t announced() const { return state_->reducer->announced(); }
 
+  void set_contribution(double pre, double weight, double scale, bool unscale) {
+    state_->reducer->set_contribution({pre, weight, scale, unscale});
+  }
+  double total_weight() const { return state_->reducer->total_weight(); }
+  double agreed_scale() const { return state_->reducer->agreed_scale(); }
+  bool scales_differ() const { return state_->reducer->scales_differ(); }
+  void set_mark(nb::object mark) { state_->mark = std::move(mark); }
+  uint64_t rounds() const { return state_->reducer->rounds(); }
+  nb::list known_products(nb::list pairs) const {
+    nb::list known;
+    for (nb::handle pair : pairs) {
+      known.append(state_->known_products(nb::cast<uint32_t>(pair[0]), pair[1]));
+    }
+    return known;
+  }
+
   // Reduces and gives the gradients back. True when an extra round has to follow.
   bool complete() {
     const bool more = state_->reducer->extra_round_needed();
@@ -502,6 +548,7 @@ class PyReducer {
     state_->on_mismatched = nb::object();
     state_->on_intruder = nb::object();
     state_->on_nothing = nb::object();
+    state_->mark = nb::none();
   }
 
  private:
@@ -573,6 +620,14 @@ void bind_reducer(nb::module_& module) {
       .def("exchange", &PyReducer::exchange, nb::arg("step"), nb::arg("flags") = 0,
            nb::arg("step_digest") = 0, nb::arg("optimizer") = 0)
       .def_prop_ro("announced", &PyReducer::announced)
+      .def("set_contribution", &PyReducer::set_contribution, nb::arg("pre"), nb::arg("weight"),
+           nb::arg("scale"), nb::arg("unscale"))
+      .def_prop_ro("total_weight", &PyReducer::total_weight)
+      .def_prop_ro("agreed_scale", &PyReducer::agreed_scale)
+      .def_prop_ro("scales_differ", &PyReducer::scales_differ)
+      .def("set_mark", &PyReducer::set_mark, nb::arg("mark").none())
+      .def_prop_ro("rounds", &PyReducer::rounds)
+      .def("known_products", &PyReducer::known_products, nb::arg("pairs"))
       .def("complete", &PyReducer::complete)
       .def("begin_extra_round", &PyReducer::begin_extra_round)
       .def("take_delta", &PyReducer::take_delta, nb::arg("index"), nb::arg("parameter"),

@@ -43,6 +43,10 @@ struct Work {
   double pre = 1.0;
   double weight = 1.0;
   double post = 1.0;
+  // What x_r has been multiplied by already (a loss scale); 0: by whatever the others' is. The
+  // result has the scale of the first rank that tells one; with `unscale` it has none.
+  double scale = 1.0;
+  bool unscale = false;
   bool want_by_products = false;
   std::vector<ByProducts> by_products;  // one per segment, when wanted
 

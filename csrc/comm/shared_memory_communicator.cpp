@@ -28,7 +28,7 @@ uint64_t signature_of(const Work& work) {
   }
   hash = mix(hash, static_cast<uint64_t>(work.op));
   hash = mix(hash, (work.accumulate_f64 ? 1u : 0u) | (work.divide_by_weight ? 2u : 0u) |
-                       (work.want_by_products ? 4u : 0u));
+                       (work.want_by_products ? 4u : 0u) | (work.unscale ? 8u : 0u));
   uint64_t post = 0;
   std::memcpy(&post, &work.post, sizeof post);
   hash = mix(hash, post);
@@ -103,6 +103,7 @@ void SharedMemoryCommunicator::post_record(uint32_t slot, uint64_t step,
     record.signature = signature_of(*work);
     record.pre = work->pre;
     record.weight = work->weight;
+    record.scale = work->scale;
     record.bytes = work->kind == WorkKind::allgather ? work->sizes[static_cast<size_t>(rank_)] : 0;
     const size_t count = std::min(work->name.size(), kNameBytes);
     std::memcpy(record.name, work->name.data(), count);
@@ -241,9 +242,18 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
   if (!work->error && work->kind == WorkKind::reduce) {
     active.kernel = find_reduce_kernel(work->layout->dtype, work->op, work->accumulate_f64);
     double weights = 0;
+    double scale = 0;
     for (int rank = 0; rank < size_; ++rank) {
-      active.pre.push_back(staging_.record(slot, rank).pre);
-      weights += staging_.record(slot, rank).weight;
+      const PostRecord& record = staging_.record(slot, rank);
+      active.pre.push_back(record.pre);
+      weights += record.weight;
+      if (scale == 0) scale = record.scale;
+    }
+    for (int rank = 0; rank < size_; ++rank) {
+      const double told = staging_.record(slot, rank).scale;
+      const double own = told != 0 ? told : scale;
+      // Equal scales leave the factor as it is, bit for bit.
+      if (own != 0) active.pre[static_cast<size_t>(rank)] *= (work->unscale ? 1.0 : scale) / own;
     }
     active.post = work->post;
     if (work->divide_by_weight && weights != 0) active.post /= weights;

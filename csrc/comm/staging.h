@@ -30,7 +30,7 @@ struct Progress {
   alignas(64) std::atomic<uint64_t> copied_out{0};  // it reads no slot of that chunk any more
 };
 
-constexpr size_t kNameBytes = 80;
+constexpr size_t kNameBytes = 72;
 
 // A rank's announcement that its work for a slot may start.
 struct PostRecord {
@@ -38,6 +38,7 @@ struct PostRecord {
   uint64_t signature = 0;
   double pre = 0;
   double weight = 0;
+  double scale = 0;
   uint64_t bytes = 0;  // allgather: what this rank gives
   char name[kNameBytes + 8] = {};
 };

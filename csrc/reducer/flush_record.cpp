@@ -13,6 +13,8 @@ struct Header {
   uint64_t round;
   uint64_t step;
   uint64_t step_digest;
+  double weight;
+  double scale;
   uint32_t optimizer;
   uint32_t parameters;
   uint32_t present_bits;
@@ -20,8 +22,8 @@ struct Header {
   uint32_t arrivals;
   uint32_t text_bytes;
 };
-static_assert(sizeof(Header) == 56, "no padding: the bytes travel as they are");
-constexpr uint32_t kVersion = 0x48465232;
+static_assert(sizeof(Header) == 72, "no padding: the bytes travel as they are");
+constexpr uint32_t kVersion = 0x48465233;
 
 void append_bits(std::string* bytes, const std::vector<bool>& bits) {
   const size_t start = bytes->size();
@@ -66,6 +68,8 @@ std::string FlushRecord::encode() const {
                       round,
                       step,
                       step_digest,
+                      weight,
+                      scale,
                       optimizer,
                       parameters,
                       static_cast<uint32_t>(present.size()),
@@ -90,6 +94,8 @@ FlushRecord FlushRecord::decode(const std::string& bytes) {
   record.round = header.round;
   record.step = header.step;
   record.step_digest = header.step_digest;
+  record.weight = header.weight;
+  record.scale = header.scale;
   record.optimizer = header.optimizer;
   record.parameters = header.parameters;
   record.present = reader.take_bits(header.present_bits);

@@ -23,6 +23,8 @@ struct FlushRecord {
   uint64_t step_digest = 0;  // which optimizers made them, in which order
   uint32_t optimizer = 0;    // the one that made the last of them; 0 = none
   uint32_t parameters = 0;
+  double weight = 1;               // of this rank in the mean
+  double scale = 0;                // of its gradients; 0 = it has none of its own
   std::vector<bool> present;       // by parameter: this rank has a gradient
   std::vector<bool> posted;        // by bucket: this rank has posted it
   std::vector<uint32_t> arrivals;  // parameters without a bucket, in the order they fired

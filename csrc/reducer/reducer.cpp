@@ -81,6 +81,17 @@ std::vector<uint32_t> Reducer::free_slots() const {
   return slots;
 }
 
+void Reducer::set_contribution(const Contribution& contribution) {
+  const bool begun = !taken_.empty() || exchanged_;
+  if (begun && (contribution.pre != contribution_.pre ||
+                contribution.weight != contribution_.weight ||
+                contribution.scale != contribution_.scale ||
+                contribution.unscale != contribution_.unscale)) {
+    throw Error(ErrorKind::error, "the weight and scale of gradients cannot change in a backward");
+  }
+  contribution_ = contribution;
+}
+
 bool Reducer::in_flight(uint32_t index) const {
   const State& state = parameters_[index];
   return state.bucket >= 0 && buckets_[static_cast<size_t>(state.bucket)].work != nullptr;
@@ -124,6 +135,10 @@ void Reducer::post(uint32_t slot, Bucket& bucket) {
   work->kind = WorkKind::reduce;
   work->layout = bucket.layout;
   work->divide_by_weight = true;
+  work->pre = contribution_.pre;
+  work->weight = contribution_.weight;
+  work->scale = contribution_.scale;
+  work->unscale = contribution_.unscale;
   work->want_by_products = settings_.want_by_products;
   work->step = round_;
   work->name = bucket.name;
@@ -291,6 +306,8 @@ FlushRecord Reducer::own_record(const Request& request) const {
   own.step_digest = request.step_digest;
   own.optimizer = request.optimizer;
   own.parameters = static_cast<uint32_t>(parameters_.size());
+  own.weight = contribution_.weight;
+  own.scale = contribution_.scale;
   for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
   return own;
 }
@@ -314,6 +331,15 @@ std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait
   }
   exchanged_ = true;
   announced_ = 0;
+  total_weight_ = 0;
+  agreed_scale_ = 0;
+  scales_differ_ = false;
+  for (const FlushRecord& record : records_) {
+    total_weight_ += record.weight;
+    if (agreed_scale_ == 0) agreed_scale_ = record.scale;
+    if (record.scale != 0 && record.scale != agreed_scale_) scales_differ_ = true;
+  }
+  if (agreed_scale_ == 0) agreed_scale_ = 1;
   present_.assign(parameters_.size(), false);
   for (const FlushRecord& record : records_) {
     announced_ |= record.flags;

@@ -61,6 +61,22 @@ class Reducer {
   // Taken, and the communicator may be at work on its memory.
   bool in_flight(uint32_t index) const;
 
+  // What this rank's gradients are worth in the rounds from now on: the result is the sum of
+  // pre * gradient over the ranks, divided by the sum of the weights, with factors made for ranks
+  // whose gradients have different scales (see Work). Between rounds only.
+  struct Contribution {
+    double pre = 1;
+    double weight = 1;
+    double scale = 1;
+    bool unscale = false;  // the same on all ranks
+  };
+  void set_contribution(const Contribution& contribution);
+  // Of the last exchange: the sum of the ranks' weights, the scale of the result unless it was
+  // undone, and whether the ranks came with different ones.
+  double total_weight() const { return total_weight_; }
+  double agreed_scale() const { return agreed_scale_; }
+  bool scales_differ() const { return scales_differ_; }
+
   struct Request {
     // Optimizer steps seen so far, a digest of which optimizers made them in which order, and the
     // last of these: the same on all ranks, or a mismatch.
@@ -154,6 +170,10 @@ class Reducer {
   bool broken_ = false;
   uint64_t round_ = 0;
   Request last_request_;
+  Contribution contribution_;
+  double total_weight_ = 0;
+  double agreed_scale_ = 1;
+  bool scales_differ_ = false;
   uint64_t blocked_ns_ = 0;
   std::vector<ByProducts> by_products_;
   std::vector<bool> has_by_products_;

@@ -477,7 +477,7 @@ def wrong_arguments() -> None:
         reducer.add_optimizer(model)  # type: ignore[arg-type]
     if reducer.active:
         with pytest.raises(ValueError, match="optimizer"):
-            reducer.gate(torch.optim.SGD(model.parameters(), lr=0.1))
+            reducer.join(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="capacity"):
         reducer.record_events(-1)
     reducer.close()

@@ -424,7 +424,7 @@ def unknown_step_inside_backward(when: str) -> None:
         for number in range(2):
             square_error(model, number, session.rank).backward()
 
-    with within(5), pytest.raises(HvdError, match="changed while backward ran.*inside a hook"):
+    with within(5), pytest.raises(HvdError, match=r"changed while backward ran.*inside a hook"):
         train()
     side.close()
     trains(session)

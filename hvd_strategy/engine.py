@@ -165,7 +165,7 @@ class GradientReducer(ObservedReducer):
             if module is not None:
                 self._watch = ModuleWatch(module, self._table, self._handles)
             if broadcast_parameters:
-                self._broadcast(named)
+                self._table.broadcast(named, {} if module is None else dict(module.named_buffers()))
 
     # ---- life ----
 
@@ -209,13 +209,6 @@ class GradientReducer(ObservedReducer):
         if not self.active or any(known is optimizer for known in self._gate.optimizers):
             return
         self._gate.add(optimizer, _weakly(self._before_step), self, self._flushes)
-
-    def _broadcast(self, named: Named) -> None:
-        tensors = [tensor for _, tensor in sorted(named, key=lambda pair: pair[0])]
-        if self._module is not None:
-            tensors += [buffer for _, buffer in sorted(self._module.named_buffers())]
-        for tensor in tensors:
-            self._session.broadcast(tensor.detach())
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Takes up parameters of the optimizer that were not there when the reducer was made."""

@@ -89,6 +89,11 @@ class Attachments:
         around(automatic, "run", automatic_step)
         around(epoch.manual_optimization, "run", manual_step)
 
+    @property
+    def sampler_seed(self) -> int:
+        """What samplers of all ranks start from."""
+        return self._data.seed
+
     def on_train_batch_start(self, batch: Any) -> None:
         """Looks whether the ranks read data of their own. Collective."""
         self._data.on_train_batch_start(batch)

@@ -143,8 +143,11 @@ class DataParallelStrategy(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the data set that is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """The share of the data set that is this rank's; during a run with rank 0's seed."""
+        share = {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self._attachments is not None:
+            share["seed"] = self._attachments.sampler_seed
+        return share
 
     @property
     def reducer(self) -> GradientReducer | None:

@@ -263,6 +263,18 @@ def requires_distributed_sampler(trainer: Any, loader: Any) -> bool:
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
+def wraps_a_sampler(fabric: str, sampler: Any) -> bool:
+    """Whether a DistributedSampler of Lightning's splits what a sampler of the user's gives.
+
+    `fabric` is the root of the package. Its `dataset` has the user's sampler then; replaced there,
+    on the instance: `reset`.
+
+    lightning.fabric.utilities.distributed._DatasetSamplerWrapper.
+    """
+    wrapper = import_module(f"{fabric}.utilities.distributed")._DatasetSamplerWrapper
+    return isinstance(sampler.dataset, wrapper)
+
+
 def drawn_by_wrapper(listed: Any) -> Any:
     """What the user's sampler gave at the last `reset` of DistributedSamplerWrapper.dataset.
 

@@ -36,6 +36,7 @@ from hvd_strategy._private_api import (
     lightning_data_connector,
     lightning_train_loaders,
     requires_distributed_sampler,
+    wraps_a_sampler,
 )
 from hvd_strategy.errors import MismatchError
 from hvd_strategy.lightning.class_tree import ClassTree
@@ -61,7 +62,7 @@ class DataShards:
         self._trainer = trainer
         self._session = session
         self._tree = tree
-        # Rank 0's, because ranks may have seeded themselves differently; 0 as of Lightning's samplers.
+        # Rank 0's: ranks may have seeded themselves differently. As of Lightning's samplers.
         own_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.seed = session.broadcast_object(own_seed)
         self._drawn: list[str] = []  # digests of what was drawn and not compared yet
@@ -142,10 +143,11 @@ class DataShards:
             except TypeError:
                 # It cannot be made anew with another sampler.
                 return self._split_batches(loader)
-        wrapper = self._tree.fabric_name("utilities.distributed", "DistributedSamplerWrapper")
         for owner in (getattr(prepared, "batch_sampler", None), prepared):
             sampler = getattr(owner, "sampler", None)
-            if type(sampler) is wrapper:
+            if isinstance(sampler, DistributedSampler) and wraps_a_sampler(
+                self._tree.fabric, sampler
+            ):
                 self._draw_alike(sampler)
                 break
         return prepared

@@ -231,6 +231,25 @@ def test_shares_of_every_kind_of_sampler(ranks: Ranks) -> None:
     assert ascending[1][0] == [1, 3, 5]
 
 
+def predict_shuffled(kind: str) -> list[int]:
+    torch.manual_seed(own_rank())
+    model = Predicting()
+    trainer = make_trainer()
+    predictions = trainer.predict(model, loader_of(kind))
+    return torch.cat(predictions).tolist()
+
+
+class Predicting(Seeing):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return batch[2]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own"])
+def test_predictions_of_shuffled_data_are_complete(ranks: Ranks, kind: str) -> None:
+    first, second = ranks(predict_shuffled, kind)
+    assert sorted(first + second) == list(range(ROWS))
+
+
 def refused() -> str:
     try:
         see(["by rank"])

@@ -290,3 +290,37 @@ def lightning_train_loaders(trainer: Any) -> list[Any]:
     """
     loaders: list[Any] = trainer.fit_loop._combined_loader.flattened
     return loaders
+
+
+# ---- of torchmetrics
+
+
+def gathers_entry_by_entry(metric: Any) -> list[str]:
+    """The list states of a metric that stay lists of entries when they are synchronised.
+
+    torchmetrics.Metric._reductions, _defaults; tested with torchmetrics 1.9.
+    """
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], list)
+    ]
+
+
+def gather_metric(metric: Any, *args: Any, **kwargs: Any) -> None:
+    """Gathers the states of a metric as its class does it.
+
+    torchmetrics.Metric._sync_dist, called by `sync` with the function that gathers a tensor, and
+    overridden by some metrics; tested with torchmetrics 1.9.
+    """
+    type(metric)._sync_dist(metric, *args, **kwargs)
+
+
+def replace_metric_gathering(metric: Any, method: Callable[..., None]) -> None:
+    """Has one metric call `method` instead."""
+    vars(metric)["_sync_dist"] = method
+
+
+def restore_metric_gathering(metric: Any) -> None:
+    """Undoes it. Idempotent."""
+    vars(metric).pop("_sync_dist", None)

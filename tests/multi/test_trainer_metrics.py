@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -298,11 +300,30 @@ def test_monitored_metrics_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Any
     assert "'watched' is monitored" not in ranks.output[1]
 
 
+class Longest(torchmetrics.Metric):
+    """Keeps its samples entry by entry, as retrieval metrics do; two lists that belong together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=None)
+        self.add_state("lengths", [], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+        self.lengths.append(torch.tensor(len(values)))
+
+    def compute(self) -> Tensor:
+        assert [len(values) for values in self.values] == [int(n) for n in self.lengths]
+        longest = max(range(len(self.values)), key=lambda place: int(self.lengths[place]))
+        return self.values[longest].sum() + len(self.values)
+
+
 METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "sum": torchmetrics.SumMetric,
     "mean": torchmetrics.MeanMetric,
     "max": torchmetrics.MaxMetric,
     "list": torchmetrics.CatMetric,
+    "entries": Longest,
     "correlation": torchmetrics.PearsonCorrCoef,
     "rank_correlation": torchmetrics.SpearmanCorrCoef,
     "error": torchmetrics.MeanSquaredError,
@@ -310,7 +331,17 @@ METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "matrix": classification.BinaryConfusionMatrix,
     "area": classification.BinaryAUROC,
 }
-SCALARS = ("sum", "mean", "max", "correlation", "rank_correlation", "error", "accuracy", "area")
+SCALARS = (
+    "sum",
+    "mean",
+    "max",
+    "entries",
+    "correlation",
+    "rank_correlation",
+    "error",
+    "accuracy",
+    "area",
+)
 
 
 class Measured(Regression):
@@ -335,7 +366,11 @@ class Measured(Regression):
         self.log_dict(self.collection)
 
     def on_validation_epoch_end(self) -> None:
+        # Copies, as callbacks make of the whole model, are metrics of their own.
+        copied = copy.deepcopy(self.by_hand)
+        copied["entries"].reset()
         self.computed = {name: metric.compute() for name, metric in self.by_hand.items()}
+        pickle.dumps(self.by_hand)
 
 
 def scored(batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,7 +378,7 @@ def scored(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update(name: str, metric: Any, batch: Tensor) -> None:
-    if name in ("sum", "mean", "max", "list"):
+    if name in ("sum", "mean", "max", "list", "entries"):
         metric.update(batch[:, 0])
     elif name in ("correlation", "rank_correlation", "error"):
         metric.update(batch[:, 0], batch[:, 1])
@@ -355,7 +390,9 @@ def measure(ranks: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     model = Measured()
     trainer = make_trainer()
     trainer.validate(model, batches(ranks, own_rank()), verbose=False)
-    assert all(metric.dist_sync_fn is None for metric in model.logged.values())
+    for metric in model.logged.values():
+        assert metric.dist_sync_fn is None
+        assert "_sync_dist" not in vars(metric)
     return {k: float(v) for k, v in trainer.callback_metrics.items()}, model.computed
 
 

@@ -32,7 +32,7 @@ from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_env
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
 from hvd_strategy.lightning.module_state import ModuleState
-from hvd_strategy.lightning.skipped_steps import SkippedSteps
+from hvd_strategy.lightning.step_votes import StepVotes
 from hvd_strategy.options import resolve
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.world import World
@@ -68,7 +68,7 @@ class DataParallelStrategy(_Base):
     _state: ModuleState | None = None
     _stop: GracefulStop | None = None
     _attachments: Attachments | None = None
-    _skips: SkippedSteps | None = None
+    _votes: StepVotes | None = None
     _gradients_stay_local = False
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
@@ -257,9 +257,9 @@ class DataParallelStrategy(_Base):
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
         if fitting:
             assert self.model is not None
-            self._skips = SkippedSteps(self._session.size)
+            self._votes = StepVotes(self._session.size)
             self._reducer = GradientReducer(
-                [*self._named_parameters(self.model), (SkippedSteps.NAME, self._skips.votes)],
+                [*self._named_parameters(self.model), *self._votes.named_parameters()],
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -273,8 +273,8 @@ class DataParallelStrategy(_Base):
             self._attachments = Attachments(
                 trainer, self.model, self._session, self._tree, lambda: not self._failed
             )
-            if self._skips is not None:
-                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._skips)
+            if self._votes is not None:
+                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._votes)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -317,7 +317,7 @@ class DataParallelStrategy(_Base):
 
         With its own rank's loss it would decide differently on each rank.
         """
-        if self._votes():
+        if self._voting():
             closure = partial(self._count_votes, optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
             closure = partial(self._mean_of_closure, closure)
@@ -328,16 +328,15 @@ class DataParallelStrategy(_Base):
         if not isinstance(loss, Tensor):
             return loss
         mean = self.reduce(loss.detach().clone())
-        return mean if self._skips is None else mean * self._skips.factor
+        return mean if self._votes is None else mean * self._votes.factor
 
-    # ---- steps that a rank skips by returning None
+    # ---- votes that travel with the gradients
 
-    def _votes(self) -> bool:
-        """Whether the ranks agree in each step on who takes part in it."""
+    def _voting(self) -> bool:
+        """Whether ranks vote in their steps: where there are several, and Lightning runs them."""
         return (
-            self._skips is not None
-            and self._reducer is not None
-            and self._reducer.active
+            self._votes is not None
+            and self._attachments is not None
             and self.lightning_module is not None
             and self.lightning_module.automatic_optimization
         )
@@ -346,25 +345,27 @@ class DataParallelStrategy(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the training step; None is accepted from it in automatic optimization."""
         output = super().training_step(*args, **kwargs)
-        if not self._votes():
+        if not self._voting():
             return output
-        assert self._skips is not None
-        return self._skips.stand_in(output, self._gradients_stay_local)
+        assert self._votes is not None
+        return self._votes.stand_in(output, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiates the loss, which carries the vote of this rank."""
-        if self._votes():
-            assert self._skips is not None
-            closure_loss = self._skips.add_vote(closure_loss)
+        """Differentiates the loss, which carries the votes of this rank."""
+        if self._voting():
+            assert self._votes is not None
+            assert self._attachments is not None
+            closure_loss = self._votes.add_to(closure_loss, self._attachments.has_logged)
         return super().backward(closure_loss, *args, **kwargs)
 
     def _count_votes(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        assert self._skips is not None
+        assert self._votes is not None
+        assert self._attachments is not None
+        loss = closure()
+        self._votes.join(self._attachments.has_logged)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return self._skips.count(
-            optimizer, closure, lambda: 1.0 if scaler is None else scaler.get_scale()
-        )
+        return self._votes.count(optimizer, loss, 1.0 if scaler is None else scaler.get_scale())
 
     @override
     @contextmanager
@@ -459,7 +460,7 @@ class DataParallelStrategy(_Base):
             self._attachments.detach()
         if self._reducer is not None:
             self._reducer.close()
-        self._stop = self._attachments = self._skips = self._reducer = self._state = None
+        self._stop = self._attachments = self._votes = self._reducer = self._state = None
 
     def _broadcast_buffers(self) -> None:
         # Outside of a fit all ranks have loaded or received the same, and nothing changes it.
@@ -539,7 +540,7 @@ class DataParallelStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # They belong to this process, and are None where a strategy is to be sent to another.
-        for name in ("_session", "_reducer", "_state", "_stop", "_attachments", "_skips"):
+        for name in ("_session", "_reducer", "_state", "_stop", "_attachments", "_votes"):
             state.pop(name, None)
         return state
 

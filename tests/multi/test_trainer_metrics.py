@@ -193,7 +193,10 @@ class LogsOtherKeys(Regression):
         first = self.global_rank == 0
         if self.case == "step":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True)
-        elif self.case == "step on one rank" and first:
+        elif (self.case, first, batch_idx) in (
+            ("step on one rank", True, batch_idx),
+            ("late on one rank", False, 1),
+        ):
             self.log("loss_a", 1.0, sync_dist=True)
         elif self.case == "epoch":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True, on_epoch=True)
@@ -205,6 +208,8 @@ class LogsOtherKeys(Regression):
         first = self.global_rank == 0
         if self.case == "validation":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True)
+        elif self.case == "uneven":
+            self.log("loss_a", 1.0, sync_dist=True, on_step=True)
         elif self.case == "sync_dist":
             self.log("loss_a", 1.0, sync_dist=first)
         elif self.case == "metric":
@@ -221,7 +226,8 @@ def log_other_keys(cases: list[str]) -> list[str]:
     told = []
     for case in cases:
         try:
-            make_trainer(max_epochs=1).fit(LogsOtherKeys(case), loader(16), loader(16))
+            validation = batches(2, own_rank()) if case == "uneven" else loader(16)
+            make_trainer(max_epochs=1).fit(LogsOtherKeys(case), loader(16), validation)
         except (MismatchError, RankFailedError) as error:
             told.append(f"{type(error).__name__}: {error}")
         else:
@@ -233,6 +239,8 @@ def test_other_keys_are_an_error_that_names_them(ranks: Ranks) -> None:
     cases = [
         "step",
         "step on one rank",
+        "late on one rank",
+        "uneven",
         "epoch",
         "reduce_fx",
         "validation",
@@ -243,10 +251,14 @@ def test_other_keys_are_an_error_that_names_them(ranks: Ranks) -> None:
     for texts in ranks(log_other_keys, cases):
         for case, text in zip(cases, texts, strict=True):
             assert text.startswith("MismatchError: The ranks logged different metrics"), case
-            assert "only rank 0 logged" in text, case
+            if case == "uneven":
+                assert "rank 0: at the end of an epoch, rank 1: in a batch" in text
+                continue
             assert "loss_a" in text, case
-            on_both = case not in ("step on one rank", "sync_dist")
-            assert ("only rank 1 logged" in text) == on_both, case
+            having = {"step on one rank": [0], "sync_dist": [0], "late on one rank": [1]}
+            for rank in range(2):
+                told = f"only rank {rank} logged" in text
+                assert told == (rank in having.get(case, [0, 1])), (case, text)
 
 
 class Unsynchronised(Regression):

@@ -347,6 +347,18 @@ def requires_distributed_sampler(trainer: Any, loader: Any) -> bool:
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
+def wraps_a_sampler(fabric: str, sampler: Any) -> bool:
+    """Whether a DistributedSampler of Lightning's splits what a sampler of the user's gives.
+
+    `fabric` is the root of the package. Its `dataset` has the user's sampler then; replaced there,
+    on the instance: `reset`.
+
+    lightning.fabric.utilities.distributed._DatasetSamplerWrapper.
+    """
+    wrapper = import_module(f"{fabric}.utilities.distributed")._DatasetSamplerWrapper
+    return isinstance(sampler.dataset, wrapper)
+
+
 def drawn_by_wrapper(listed: Any) -> Any:
     """What the user's sampler gave at the last `reset` of DistributedSamplerWrapper.dataset.
 
@@ -460,3 +472,37 @@ def forget_lightning_resume(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_restarting"):
             forget_lightning_resume(inner)
+
+
+# ---- of torchmetrics
+
+
+def gathers_entry_by_entry(metric: Any) -> list[str]:
+    """The list states of a metric that stay lists of entries when they are synchronised.
+
+    torchmetrics.Metric._reductions, _defaults; tested with torchmetrics 1.9.
+    """
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], list)
+    ]
+
+
+def gather_metric(metric: Any, *args: Any, **kwargs: Any) -> None:
+    """Gathers the states of a metric as its class does it.
+
+    torchmetrics.Metric._sync_dist, called by `sync` with the function that gathers a tensor, and
+    overridden by some metrics; tested with torchmetrics 1.9.
+    """
+    type(metric)._sync_dist(metric, *args, **kwargs)
+
+
+def replace_metric_gathering(metric: Any, method: Callable[..., None]) -> None:
+    """Has one metric call `method` instead."""
+    vars(metric)["_sync_dist"] = method
+
+
+def restore_metric_gathering(metric: Any) -> None:
+    """Undoes it. Idempotent."""
+    vars(metric).pop("_sync_dist", None)

@@ -73,8 +73,7 @@ class LoggedMetrics:
         self._mentioned: set[str] = set()
         self._given_batch_size: int | None = None
         self._in_step = False
-        # Values of the running training step, by their key; and whether to meet after each step,
-        # as all ranks do from the first step on in which one of them logs such a value.
+        # Values of the running training step, by their key; and whether to meet after each step.
         self._of_step: dict[str, tuple[Any, _Logged]] = {}
         self._meets_each_step: bool | None = None
         self._replacements = Replacements()
@@ -96,18 +95,28 @@ class LoggedMetrics:
         self._in_step = True
         self._of_step = {}
 
-    def end_step(self, skipped: bool = False) -> None:
+    @property
+    def has_logged(self) -> bool:
+        """Whether something was logged since `begin_step` that will be brought together."""
+        return bool(self._of_step)
+
+    def end_step(self, skipped: bool = False, any_logged: bool | None = None) -> None:
         """Brings together what the optimization of one training batch logged. Collective.
 
         Args:
             skipped: whether this rank took no part in the step; then it need not have logged what
                 the others did.
+            any_logged: whether any rank has logged something, as far as the ranks know it from each
+                other. None where they know nothing: they meet after the first step, and where one
+                has logged something, after all that follow.
         """
         self._in_step = False
         logged, self._of_step = self._of_step, {}
-        if logged or self._meets_each_step is not False:
+        known = any_logged is not None
+        if logged or (any_logged if known else self._meets_each_step is not False):
             anything = self._exchange_step(logged, skipped)
-            self._meets_each_step = bool(self._meets_each_step) or anything
+            if not known:
+                self._meets_each_step = bool(self._meets_each_step) or anything
 
     def end_epoch(self, results: Any) -> None:
         """Brings together the values of an epoch, before anybody looks at them. Collective."""

@@ -41,7 +41,7 @@ from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
 from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState
 from hvd_strategy.lightning.replica_check import ReplicaCheck
-from hvd_strategy.lightning.skipped_steps import SkippedSteps
+from hvd_strategy.lightning.step_votes import StepVotes
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
 from hvd_strategy.seeds import seed_by_rank
@@ -82,7 +82,7 @@ class DataParallelStrategy(_Base):
     _stop: GracefulStop | None = None
     _replica_check: ReplicaCheck | None = None
     _attachments: Attachments | None = None
-    _skips: SkippedSteps | None = None
+    _votes: StepVotes | None = None
     _gradients_stay_local = False
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
@@ -163,8 +163,11 @@ class DataParallelStrategy(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the data set that is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """The share of the data set that is this rank's; during a run with rank 0's seed."""
+        share = {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self._attachments is not None:
+            share["seed"] = self._attachments.sampler_seed
+        return share
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -297,9 +300,9 @@ class DataParallelStrategy(_Base):
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
         if fitting:
             assert self.model is not None
-            self._skips = SkippedSteps(self._session.size)
+            self._votes = StepVotes(self._session.size)
             self._reducer = GradientReducer(
-                [*self._named_parameters(self.model), (SkippedSteps.NAME, self._skips.votes)],
+                [*self._named_parameters(self.model), *self._votes.named_parameters()],
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -328,8 +331,8 @@ class DataParallelStrategy(_Base):
             self._attachments = Attachments(
                 trainer, self.model, self._session, self._tree, lambda: not self._failed
             )
-            if self._skips is not None:
-                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._skips)
+            if self._votes is not None:
+                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._votes)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -372,7 +375,7 @@ class DataParallelStrategy(_Base):
 
         With its own rank's loss it would decide differently on each rank.
         """
-        if self._votes():
+        if self._voting():
             closure = partial(self._count_votes, optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
             closure = partial(self._mean_of_closure, closure)
@@ -383,16 +386,15 @@ class DataParallelStrategy(_Base):
         if not isinstance(loss, Tensor):
             return loss
         mean = self.reduce(loss.detach().clone())
-        return mean if self._skips is None else mean * self._skips.factor
+        return mean if self._votes is None else mean * self._votes.factor
 
-    # ---- steps that a rank skips by returning None
+    # ---- votes that travel with the gradients
 
-    def _votes(self) -> bool:
-        """Whether the ranks agree in each step on who takes part in it."""
+    def _voting(self) -> bool:
+        """Whether ranks vote in their steps: where there are several, and Lightning runs them."""
         return (
-            self._skips is not None
-            and self._reducer is not None
-            and self._reducer.active
+            self._votes is not None
+            and self._attachments is not None
             and self.lightning_module is not None
             and self.lightning_module.automatic_optimization
         )
@@ -401,25 +403,27 @@ class DataParallelStrategy(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the training step; None is accepted from it in automatic optimization."""
         output = super().training_step(*args, **kwargs)
-        if not self._votes():
+        if not self._voting():
             return output
-        assert self._skips is not None
-        return self._skips.stand_in(output, self._gradients_stay_local)
+        assert self._votes is not None
+        return self._votes.stand_in(output, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiates the loss, which carries the vote of this rank."""
-        if self._votes():
-            assert self._skips is not None
-            closure_loss = self._skips.add_vote(closure_loss)
+        """Differentiates the loss, which carries the votes of this rank."""
+        if self._voting():
+            assert self._votes is not None
+            assert self._attachments is not None
+            closure_loss = self._votes.add_to(closure_loss, self._attachments.has_logged)
         return super().backward(closure_loss, *args, **kwargs)
 
     def _count_votes(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        assert self._skips is not None
+        assert self._votes is not None
+        assert self._attachments is not None
+        loss = closure()
+        self._votes.join(self._attachments.has_logged)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return self._skips.count(
-            optimizer, closure, lambda: 1.0 if scaler is None else scaler.get_scale()
-        )
+        return self._votes.count(optimizer, loss, 1.0 if scaler is None else scaler.get_scale())
 
     @override
     @contextmanager
@@ -608,7 +612,7 @@ class DataParallelStrategy(_Base):
             self._attachments.detach()
         if self._reducer is not None:
             self._reducer.close()
-        self._stop = self._attachments = self._skips = self._replica_check = None
+        self._stop = self._attachments = self._votes = self._replica_check = None
         self._reducer = self._state = None
 
     def _broadcast_buffers(self) -> None:
@@ -692,7 +696,7 @@ class DataParallelStrategy(_Base):
             "_state",
             "_stop",
             "_attachments",
-            "_skips",
+            "_votes",
             "_replica_check",
         ):
             state.pop(name, None)

@@ -172,8 +172,7 @@ def write_atomically(obj: Any, path: str | os.PathLike[str]) -> None:
     """Writes `obj` with `torch.save`; the file has its old content or the new one at any time.
 
     A local file is written under another name in the same folder, or under none where the file
-    system can do that, flushed to the disk, and renamed. It needs no memory, in contrast to
-    Lightning, which first makes two copies of the file in memory.
+    system can do that, flushed to the disk, and renamed. Nothing is copied in memory.
     """
     file_system, name = _located(os.fspath(path))
     if file_system is None:

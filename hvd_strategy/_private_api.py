@@ -191,6 +191,7 @@ def names_ignored_by_ddp(module: Any) -> frozenset[str]:
 
 # What `hvd_strategy.lightning.strategy` overrides or reads of DDPStrategy, as a subclass does.
 LIGHTNING_STRATEGY_NAMES = (
+    "_checkpoint_io",
     "_configure_launcher",
     "_get_process_group_backend",
     "_launcher",

@@ -33,8 +33,8 @@ else:
 class AtomicCheckpointIO(_Base):
     """What writes and reads files where the user has given no CheckpointIO.
 
-    Lightning's own makes two copies of the file in memory, writes it to the folder for temporary
-    files and moves it, which is no single step between two file systems.
+    Lightning's own builds the whole file in memory, writes it to the folder for temporary files and
+    moves it, which is no single step between two file systems, and leaves it in the system's cache.
     """
 
     @override

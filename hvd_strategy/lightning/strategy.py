@@ -539,7 +539,8 @@ class DataParallelStrategy(_Base):
         Raises:
             HvdError: it cannot be read, or the ranks name different ones; on every rank.
         """
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        read = partial(super().load_checkpoint, checkpoint_path, **options)
         if self._session is None:
             return read()
         return read_on_rank_zero(self._session, checkpoint_path, read)

@@ -292,6 +292,9 @@ def monitored(folder: str, filename: str, k: int) -> list[Any]:
     model = OwnValue()
     trainer.fit(model, loader(32), loader(8))
     trainer.test(model, loader(8), ckpt_path="best", verbose=False, weights_only=False)
+    # Nothing of ours stays on the user's objects.
+    assert "_monitor_candidates" not in vars(callback)
+    assert not {"_select_ckpt_path", "resume_start"} & vars(trainer._checkpoint_connector).keys()
     best = {path: float(value) for path, value in callback.best_k_models.items()}
     return [callback.best_model_path, float(callback.best_model_score), best]
 

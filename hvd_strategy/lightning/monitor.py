@@ -99,8 +99,9 @@ class Monitor(_Base):
         self._logged = _Counters()
         self._steps = 0  # since the last entry
         self._global_step = 0
-        self._started = self._paused = 0.0
-        self._waited_before = 0.0
+        self._training = False
+        self._started = self._waited_before = 0.0
+        self._paused = self._paused_waited = 0.0
 
     @override
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -122,6 +123,7 @@ class Monitor(_Base):
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins to count."""
+        self._training = True
         self._started = time.monotonic()
         self._waited_before = _session(trainer).core.waited_seconds
         self._counters = _Counters()
@@ -130,16 +132,28 @@ class Monitor(_Base):
         self._global_step = trainer.global_step
 
     @override
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends counting."""
+        self._training = False
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Ends counting."""
+        self._training = False
+
+    @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stops the clock: validation is not training."""
-        self._paused = time.monotonic()
-        self._paused_waited = _session(trainer).core.waited_seconds
+        if self._training:
+            self._paused = time.monotonic()
+            self._paused_waited = _session(trainer).core.waited_seconds
 
     @override
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Lets the clock go on."""
-        self._started += time.monotonic() - self._paused
-        self._waited_before += _session(trainer).core.waited_seconds - self._paused_waited
+        if self._training:
+            self._started += time.monotonic() - self._paused
+            self._waited_before += _session(trainer).core.waited_seconds - self._paused_waited
 
     @override
     def on_train_batch_end(

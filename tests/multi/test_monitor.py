@@ -351,6 +351,12 @@ def test_nothing_to_monitor(arguments: dict[str, Any], problem: str) -> None:
         trainer.fit(Regression(), data)
 
 
+def test_without_training_it_does_not_mind() -> None:
+    trainer = make_trainer("auto", devices=1, callbacks=[HvdMonitor()])
+    trainer.validate(Regression(), loader(8), verbose=False)
+    trainer.predict(Regression(), loader(8))
+
+
 def test_it_goes_to_other_processes() -> None:
     monitor = pickle.loads(pickle.dumps(HvdMonitor(5, batch_size=3)))
     assert (monitor._every, monitor._batch_size) == (5, 3)

@@ -46,6 +46,10 @@ def built_class(tree: str, name: str) -> Any:
         from hvd_strategy.lightning.monitor import monitor_class
 
         return monitor_class(tree)
+    if name == "SyncBatchNormPlugin":
+        from hvd_strategy.lightning.layer_sync import plugin_class
+
+        return plugin_class(tree)
     if name == "LauncherEnvironment":
         from hvd_strategy.lightning.environment import environment_class
 

@@ -246,6 +246,18 @@ def lightning_sigterm_flag(trainer: Any) -> Any:
     return trainer._signal_connector
 
 
+def lightning_log_step(trainer: Any) -> int:
+    """The number under which Lightning logs what belongs to the running training batch.
+
+    Batches after which an optimizer stepped, where `global_step` counts the steps of each
+    optimizer.
+
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped.
+    """
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
 def replace_lightning_sigterm(
     trainer: Any, on_sigterm: Callable[[int, Any], None], between_batches: Callable[[], None]
 ) -> tuple[Callable[[], None], bool]:

@@ -187,11 +187,11 @@ class DataParallelStrategy(_Base):
         each of them has one device.
         """
         super().set_world_ranks()
-        set_rank(self.global_rank, self.world_size)
         environment = self.cluster_environment
         if environment is None or self.parallel_devices is None:
             return
         size = environment.world_size()
+        set_rank(self.global_rank, size)
         if size != len(self.parallel_devices):
             if environment.node_rank() != 0:
                 raise HvdError(

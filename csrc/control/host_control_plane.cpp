@@ -367,6 +367,7 @@ int HostControlPlane::on_tick() {
   // The main thread sits somewhere that we cannot interrupt and that will never return.
   print_line(rank_, "no call has returned to the engine for " + in_seconds(grace) +
                         " (abort_grace_seconds) after that failure; ending this process");
+  kill_forked_children();
   _exit(1);
 }
 

@@ -52,6 +52,8 @@ _ACTIONS = {
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 _TIMED = ("kill", "term", "resume", "stop, kill")
 _MIDDLE = ("forward", "backward", "flush", "between", "barrier")
+# Older kernels tell how a process ended to nobody but its parent, here the fork server.
+_KERNEL_TELLS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
@@ -247,22 +249,37 @@ def _judge(
             continue
         if statuses[rank] != 1:
             problems.append(f"rank {rank} ended with {statuses[rank]}")
-        line = _naming(processes.lines, rank, fault.rank, since)
+        line = _naming(processes, rank, round_, since)
         if line is None:
-            problems.append(f"rank {rank} does not name rank {fault.rank}")
+            problems.append(f"rank {rank} does not name rank {fault.rank} as it should")
         else:
             outcome.named.append(max(0.0, line.seconds - since))
+        if round_.action == "raise" and "ZeroDivisionError: the fault" not in outputs[rank]:
+            problems.append(f"rank {rank} does not know the exception")
 
 
-def _naming(lines: list[Line], rank: int, victim: int, since: float) -> Line | None:
+def _naming(processes: RankProcesses, rank: int, round_: Round, since: float) -> Line | None:
     """The first line of a rank that says which rank is to blame."""
-    named = re.compile(
+    victim = round_.fault.rank
+    named = (
         rf"rank {victim}( \(pid \d+\))? (was killed|exited|ended|has left|failed|is missing|"
         rf"did not|cannot)|for ranks? {victim}\b|failed on rank {victim}\b"
         rf"|waited for .*rank {victim}\b"
     )
-    for line in lines:
-        if line.rank == rank and line.seconds >= since - 0.001 and named.search(line.text):
+    if not round_.after and round_.fault.place not in (*STARTING, "opened"):
+        # The ranks know each other by now.
+        how = {
+            "kill": rf"was killed by signal {signal.SIGKILL:d}\b",
+            "stop, kill": rf"was killed by signal {signal.SIGKILL:d}\b",
+            "term": rf"was killed by signal {signal.SIGTERM:d}\b",
+            "_exit": "exited with status 0",
+        }.get(round_.action)
+        graceful = round_.fault.program == "trainer" and round_.action == "term"
+        if how is not None and not graceful:
+            how = how if round_.pidfd and _KERNEL_TELLS else f"({how}|ended)"
+            named = rf"rank {victim} \(pid {processes.pids[victim]}\) {how}"
+    for line in processes.lines:
+        if line.rank == rank and line.seconds >= since - 0.001 and re.search(named, line.text):
             return line
     return None
 

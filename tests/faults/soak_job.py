@@ -130,6 +130,7 @@ class Faults:
             ctypes.PyDLL(None).sleep(2)
 
     def _act(self) -> None:
+        self._is_victim = False  # once: the program may come by again
         say(f"fault {time.monotonic()}")
         action = self._fault.action
         if action == "kill":

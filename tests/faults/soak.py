@@ -114,7 +114,7 @@ def plan(number: int, seed: int, ranks: int, typical: dict[str, float]) -> Round
     fault = Fault(
         program=program,
         action={"resume": "stop", "stop, kill": "stop", "abandon": "stop"}.get(action, action),
-        rank=chance.randrange(ranks),
+        rank=0 if place == "writing" and not after else chance.randrange(ranks),
         place="" if after else place,
         step=chance.choice(places[place]),
         workers=chance.random() < 0.15,

@@ -28,7 +28,10 @@ class MismatchError(HvdError):
 
 
 class StallError(HvdError):
-    """One or more ranks did not take part within `stall_abort_seconds`."""
+    """One or more ranks did not take part within `stall_abort_seconds`.
+
+    Or, after SIGTERM, within `abort_grace_seconds`. The text says what they did instead.
+    """
 
 
 class HvdTimeoutError(HvdError):

@@ -109,7 +109,7 @@ def roll_call(
         RankFailedError: A rank has ended, or the store is gone.
     """
     witness = witness or Witness(rank)
-    text = json.dumps({**record, "pid": os.getpid()})
+    text = json.dumps({"pid": os.getpid(), **record})
     with _store_at_work(what):
         if store.compare_set(f"rank/{rank}", "", text) != text.encode():
             problem = (

@@ -461,7 +461,8 @@ def open_session(
             after ten times this time; 60 by default, 0 for never.
         stall_abort_seconds: After this time such a wait is an error; 1800 by default, 0 for never.
         abort_grace_seconds: How long this process may go on after another rank failed before it is
-            ended; 30 by default, 0 for ever.
+            ended, and how long a wait may go on without progress after SIGTERM; 30 by default, 0
+            for ever.
         process_group_backend: Backend of torch.distributed's default group where that does not
             exist yet: "auto" (Gloo), "gloo", "nccl", or pairs such as "cpu:gloo,cuda:nccl".
         address: Host and port where the ranks meet, for callers that know better than MASTER_ADDR

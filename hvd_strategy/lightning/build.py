@@ -56,7 +56,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             stall_abort_seconds: after this time a wait for missing ranks is an error (1800; 0 for
                 never).
             abort_grace_seconds: how long a process may go on after another rank failed before it is
-                ended (30; 0 for ever).
+                ended, and how long a wait may go on without progress after SIGTERM (30; 0 for
+                ever).
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             find_unused_parameters: not needed; accepted because DDPStrategy has it.
             static_graph: not needed; accepted because DDPStrategy has it.

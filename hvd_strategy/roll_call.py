@@ -109,6 +109,7 @@ def roll_call(
         RankFailedError: A rank has ended, or the store is gone.
     """
     witness = witness or Witness(rank)
+    witness.meet_at(store)
     text = json.dumps({"pid": os.getpid(), **record})
     with _store_at_work(what):
         if store.compare_set(f"rank/{rank}", "", text) != text.encode():

@@ -128,7 +128,7 @@ def play(server: ForkServer, round_: Round, ranks: int, right: str | None) -> Ou
     outcome = Outcome()
     starting = fault.place in STARTING or 0 < round_.after < 0.5
     # Who has not said yet that it is there is missed only when time is up.
-    timeout = 4.0 if starting else 60.0
+    timeout = 4.0 if starting and round_.action != "resume" else 60.0
     stall_abort = 1.5 if round_.action == "abandon" else 30.0
     shm = set(os.listdir("/dev/shm"))
     env = {} if round_.pidfd else {"HVD_DISABLE_PIDFD": "1"}

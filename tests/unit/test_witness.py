@@ -68,6 +68,24 @@ class TestWitness:
         neighbour.process.communicate()  # not even a zombie any more
         assert witness.dead() == (3, neighbour.process.pid)
 
+    def test_all_blame_the_rank_that_ended_first(self, neighbour: Neighbour) -> None:
+        store = dist.HashStore()
+        first, second, third = Witness(0), Witness(1), Witness(4)
+        for witness in (first, second, third):
+            witness.meet_at(store)
+        assert third.blamed() is None
+        neighbour.kill()
+        first.learn(3, neighbour.record)
+        assert first.failure("the first meeting") is not None
+        # Another rank has left as well since, and is seen before.
+        second.learn(2, {**host_record(), "started": "1"})
+        second.learn(3, neighbour.record)
+        assert second.dead() == (2, os.getpid())
+        pid = neighbour.process.pid
+        blamed = f"rank 3 (pid {pid}) ended during the first meeting; look at what it printed last."
+        assert str(second.failure("the second")) == f"rank 1 cannot go on: {blamed}"
+        assert third.blamed() == blamed
+
     def test_another_process_of_the_same_number_does_not_count(self) -> None:
         witness = Witness(0)
         record = {**host_record(), "started": "1"}

@@ -131,7 +131,7 @@ class Faults:
 
     def _act(self) -> None:
         self._is_victim = False  # once: the program may come by again
-        say(f"fault {time.monotonic()}")
+        say(f"FAULT {time.monotonic()}")
         action = self._fault.action
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -180,7 +180,7 @@ def test_death_of_the_rank_that_serves_the_store(server: ForkServer, place: str)
     """Without torchrun's agent the job's store ends with rank 0."""
     fault = Fault("loop", "kill", 0, place)
     with server.start_function(run, fault, "", 1.0, 30.0, ranks=3, agent_store=False) as ranks:
-        killed = float(ranks.wait_for("fault ", 0).text.split()[1])
+        killed = float(ranks.wait_for("FAULT ", 0).text.split()[1])
         for rank in (1, 2):
             line = ranks.wait_for("hvd_strategy.errors.", rank)
             assert "rank 0" in line.text

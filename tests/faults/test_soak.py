@@ -9,8 +9,8 @@ from tests.faults.fork_server import ForkServer
 from tests.faults.soak_job import Fault
 
 
-def test_short_soak(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = soak.soak(8, seed=7, seconds_limit=20)
+def test_short_soak(server: ForkServer, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = soak.soak(8, seed=7, seconds_limit=20, server=server)
     printed = capsys.readouterr().out
     assert wrong == 0, printed
     assert "all as it should be" in printed

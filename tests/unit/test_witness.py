@@ -164,6 +164,20 @@ class TestExplanation:
         assert add_explanation(session, error) is None
         assert str(error) == before
 
+    def test_is_added_once(self) -> None:
+        session: Any = FakeSession(["rank 1 failed: ZeroDivisionError: x"])
+        error = RankFailedError(UNEXPLAINED)
+        assert add_explanation(session, error) is not None
+        text = str(error)
+        assert add_explanation(session, error) is None
+        assert str(error) == text
+
+    def test_what_another_victim_said_explains_nothing(self) -> None:
+        session: Any = FakeSession([f"rank 0 failed: RankFailedError: {UNEXPLAINED}"])
+        error = RankFailedError(UNEXPLAINED)
+        assert add_explanation(session, error) is None
+        assert str(error) == UNEXPLAINED
+
     def test_is_not_waited_for_in_a_closed_session(self) -> None:
         session: Any = FakeSession([None])
         session.closed = True

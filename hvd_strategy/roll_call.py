@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from hvd_strategy.errors import HvdError, HvdTimeoutError, RankFailedError
-from hvd_strategy.witness import Witness, process_record
+from hvd_strategy.witness import Witness, boot_id, process_record
 
 __all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll_call"]
 
@@ -70,11 +70,7 @@ class Patience:
 def host_record() -> Record:
     """Where this process runs; ranks with equal `boot` and `net` can reach each other directly."""
     name = socket.gethostname()
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = name
+    boot = boot_id() or name
     return {"host": name, "boot": boot, "net": namespace("net"), **process_record()}
 
 

@@ -19,7 +19,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from hvd_strategy.errors import RankFailedError
 
-__all__ = ["Witness", "process_record"]
+__all__ = ["Witness", "boot_id", "process_record"]
 
 
 def process_record() -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Witness:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._own = process_record()
-        self._boot = _boot_id()
+        self._boot = boot_id()
         self._known: dict[int, tuple[int, str]] = {}
         self._store: Store | None = None
 
@@ -91,7 +91,8 @@ class Witness:
         return None
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The same for all processes of a machine until it is started again; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

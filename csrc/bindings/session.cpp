@@ -224,9 +224,6 @@ void bind_session(nb::module_& module) {
           "request_stop", [](Session& session) { session.control().request_stop(); },
           "Asks for the end of this run, after the same point on all ranks.")
       .def(
-          "stop_requested", [](Session& session) { return session.control().stop_requested(); },
-          "Whether any rank has asked for the end of this run.")
-      .def(
           "pass_point", [](Session& session) { return session.control().pass_point(); },
           "Comes to the next point of the run; False: it ends here, on all ranks. Never waits.")
       .def(

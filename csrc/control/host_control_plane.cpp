@@ -51,7 +51,7 @@ struct alignas(64) RankCell {
 struct ControlPage {
   std::atomic<uint32_t> magic{0};
   std::atomic<int32_t> first_failure{0};   // 1 + the rank whose cell tells; set once
-  std::atomic<uint64_t> stop_asked_ns{0};  // when a rank last asked for the end of a run
+  std::atomic<uint64_t> stop_asked_ns{0};  // when the end of a run was asked for
   alignas(64) std::atomic<uint64_t> stop_line{0};
   RankCell cells[1];  // `size` of them, then the bells
 };
@@ -286,9 +286,9 @@ void HostControlPlane::begin_run() {
 }
 
 void HostControlPlane::request_stop() {
-  if (!usable()) return;
-  // Before the line is closed: whoever sees it closed measures from here or from later.
-  page_->stop_asked_ns.store(now_ns(), std::memory_order_release);
+  // The first request counts: a launcher may repeat it, and waits for no one longer for that.
+  if (!usable() || stop_line_->closed()) return;
+  page_->stop_asked_ns.store(now_ns(), std::memory_order_relaxed);
   stop_line_->close();
 }
 
@@ -367,7 +367,7 @@ int HostControlPlane::on_tick() {
   // The main thread sits somewhere that we cannot interrupt and that will never return.
   print_line(rank_, "no call has returned to the engine for " + in_seconds(grace) +
                         " (abort_grace_seconds) after that failure; ending this process");
-  kill_forked_children();
+  kill_forked_children(mesh_.pids);
   _exit(1);
 }
 
@@ -453,7 +453,7 @@ void HostControlPlane::check_limits(const Wait& settings, const std::vector<int>
   if (settings_.abort_grace_ns != 0 && stop_requested()) {
     // Whoever sends SIGTERM does not wait for long. The ranks still get the time to come to the
     // end of their batch.
-    const uint64_t asked = page_->stop_asked_ns.load(std::memory_order_acquire);
+    const uint64_t asked = page_->stop_asked_ns.load(std::memory_order_relaxed);
     const uint64_t since = std::max(asked, waited->last_progress);
     if (now > since && now - since >= settings_.abort_grace_ns) {
       give_up(ErrorKind::stall, "gave up, because the job was asked to end and nothing moved for " +

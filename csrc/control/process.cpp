@@ -4,11 +4,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cctype>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
 namespace hvd {
 namespace {
@@ -29,7 +29,7 @@ std::vector<pid_t> all_processes() {
 
 }  // namespace
 
-void kill_forked_children() {
+void kill_forked_children(const std::vector<pid_t>& except) {
   std::vector<pid_t> parents{getpid()};
   const std::vector<pid_t> pids = all_processes();
   // A list that grows while it is gone through: those found are parents themselves.
@@ -37,6 +37,7 @@ void kill_forked_children() {
     for (const pid_t pid : pids) {
       const ProcessState process = read_process(pid);
       if (process.parent != parents[i] || !process.forked || process.state == 'Z') continue;
+      if (std::find(except.begin(), except.end(), pid) != except.end()) continue;
       parents.push_back(pid);
     }
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace hvd {
 
@@ -23,7 +24,7 @@ std::string describe_state(char state);
 
 // Kills what this process has forked, and what that has forked: the workers of a DataLoader, say.
 // For a process that is about to end itself without the chance to end them in good order. Programs
-// that it has started are left alone.
-void kill_forked_children();
+// that it has started are left alone, and so are those of `except`.
+void kill_forked_children(const std::vector<pid_t>& except);
 
 }  // namespace hvd

@@ -127,9 +127,8 @@ def play(server: ForkServer, round_: Round, ranks: int, right: str | None) -> Ou
     """Runs one round and judges it."""
     fault = round_.fault
     outcome = Outcome()
-    starting = fault.place in STARTING or 0 < round_.after < 0.5
     # Who has not said yet that it is there is missed only when time is up.
-    timeout = 4.0 if starting and round_.action != "resume" else 60.0
+    timeout = 4.0 if _may_start(round_) and round_.action != "resume" else 60.0
     stall_abort = 1.5 if round_.action == "abandon" else 30.0
     shm = set(os.listdir("/dev/shm"))
     env = {} if round_.pidfd else {"HVD_DISABLE_PIDFD": "1"}
@@ -162,6 +161,11 @@ def play(server: ForkServer, round_: Round, ranks: int, right: str | None) -> Ou
         finally:
             processes.stop()
     return outcome
+
+
+def _may_start(round_: Round) -> bool:
+    """Whether the fault may come before the ranks know each other."""
+    return round_.fault.place in STARTING or 0 < round_.after < 0.6
 
 
 def _inflict(processes: RankProcesses, round_: Round) -> float | None:
@@ -350,9 +354,7 @@ def _report(outcomes: list[tuple[Round, Outcome]], seconds: float, seed: int) ->
         times = [
             second * 1000
             for r, o in outcomes
-            if action in (r.action, "all")
-            and r.fault.place not in STARTING
-            and r.action != "abandon"
+            if action in (r.action, "all") and not _may_start(r) and r.action != "abandon"
             for second in o.named
         ]
         named = (

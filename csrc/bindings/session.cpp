@@ -211,6 +211,10 @@ void bind_session(nb::module_& module) {
             session.control().post_failure(ErrorKind::rank_failed, text);
           },
           nb::arg("text"), "Makes every waiting call of every rank raise RankFailedError.")
+      .def(
+          "await_culprit", [](Session& session) { session.control().await_culprit(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Gives the watch the time to tell of another rank's end, where there are signs of it.")
       .def("failure",
            [](Session& session) -> std::optional<std::string> {
              const Failure* failure = session.control().failure();

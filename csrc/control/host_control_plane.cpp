@@ -1,5 +1,6 @@
 #include "control/host_control_plane.h"
 
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -28,6 +29,9 @@ constexpr uint64_t kControlKey = 0;
 // A failure that another rank tells is printed when no call has raised it by then.
 constexpr uint64_t kPrintAfterNs = 500'000'000u;
 constexpr int kTickMs = 100;
+// See await_culprit. The first is a little more than it takes until something is printed.
+constexpr uint64_t kSignsNs = kPrintAfterNs + 300'000'000u;
+constexpr uint64_t kNoSignsNs = 20'000'000u;
 // A rank that learns late of a failure, because it was stopped, still gets this time to raise it.
 constexpr uint64_t kLeastGraceNs = 1'000'000'000u;
 // A nap that takes longer than this beyond its time: the process itself was stopped.
@@ -269,6 +273,24 @@ void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::s
   }
 }
 
+void HostControlPlane::await_culprit() {
+  const uint64_t began = now_ns();
+  for (bool signs = false; usable() && now_ns() - began < (signs ? kSignsNs : kNoSignsNs);) {
+    // What a call has raised, or the watch has printed, has been told.
+    if (failure_raised_.load(std::memory_order_relaxed) || failure_printed_.load()) return;
+    const Failure* known = failure();
+    if (known != nullptr && known->rank == rank_) return;
+    signs = known != nullptr;
+    for (int peer = 0; peer < size_ && !signs; ++peer) {
+      const Descriptor& socket = mesh_.sockets[static_cast<size_t>(peer)];
+      if (peer == rank_ || !socket || has_left(peer)) continue;
+      pollfd entry{socket.get(), POLLRDHUP, 0};
+      signs = ::poll(&entry, 1, 0) > 0;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
 bool HostControlPlane::has_left(int rank) const {
   return usable() && page_->cells[rank].state.load(std::memory_order_acquire) == kLeft;
 }
@@ -332,8 +354,8 @@ void HostControlPlane::on_peer_gone(int rank, const std::string& how) {
                           (pid > 0 ? " (pid " + std::to_string(pid) + ") " : " ") + how +
                           " without leaving the job";
   print_line(rank_, who + "; look at what it printed last");
-  failure_printed_ = true;
   post_failure_of(rank, ErrorKind::rank_failed, who);
+  failure_printed_ = true;  // only now: whoever waits for it goes on to tell of itself
   notice_failure();
 }
 

@@ -25,7 +25,6 @@ from typing_extensions import override
 from hvd_strategy._private_api import lightning_is_interactive, names_ignored_by_ddp
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
-from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
@@ -403,8 +402,7 @@ class DataParallelStrategy(_Base):
         if self._session is None or (self._stop is not None and self._stop.agreed):
             return
         self._failed = True
-        add_explanation(self._session, exception)
-        self._session.post_error(f"{type(exception).__name__}: {exception}".rstrip(": "))
+        self._session.post_exception(exception)
 
     def _reports_status(self) -> bool:
         """Whether anybody but rank 0 looks at this process's exit status.

@@ -727,6 +727,32 @@ TEST(who_gives_up_says_what_the_others_do_instead) {
       settings);
 }
 
+TEST(who_ends_waits_for_the_culprit_only_where_there_are_signs) {
+  std::atomic<int> arrived{0};
+  std::atomic<bool> over{false};
+  with_control(2, [&](HostControlPlane& control) {
+    meet(control, arrived);
+    if (control.rank() == 1) {
+      uint64_t began = now_ns();
+      control.await_culprit();
+      CHECK(now_ns() - began < 10 * kSecond);
+      CHECK(control.failure() == nullptr);
+      control.post_failure(ErrorKind::rank_failed, "rank 1 failed: the disk is full");
+      began = now_ns();
+      control.await_culprit();  // it is the culprit
+      CHECK(now_ns() - began < 400'000'000u);
+      while (!over.load()) sleep_ms(1);
+      return;
+    }
+    while (control.failure() == nullptr) std::this_thread::yield();
+    const uint64_t began = now_ns();
+    control.await_culprit();
+    // Until it has been printed, half a second after it became known.
+    CHECK(now_ns() - began >= 300'000'000u);
+    over.store(true);
+  });
+}
+
 TEST(ranks_that_wait_for_each_other_are_told_where) {
   SessionSettings settings = quick_settings();
   settings.control.stall_abort_ns = 500'000'000u;

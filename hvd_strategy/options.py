@@ -157,7 +157,8 @@ _ALL = (
         30.0,
         _seconds_or_never,
         "a number of seconds, 0 for never",
-        "How long a process may go on after another rank failed before it is ended.",
+        "How long a process may go on after another rank failed before it is ended, and how long a "
+        "wait may go on without progress after SIGTERM.",
     ),
     Option(
         "process_group_backend",

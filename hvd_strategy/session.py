@@ -303,6 +303,20 @@ class Session:
         if not self.closed:
             self.core.post_error(f"rank {self.rank} failed: {text}")
 
+    def post_exception(self, error: BaseException) -> str | None:
+        """Tells the other ranks by which exception this one ends. Not collective.
+
+        Unless it comes of another rank's end: then that is what everybody is told.
+
+        Returns:
+            What has been added to the exception's text, see `explanation`.
+        """
+        said = add_explanation(self, error)
+        if not self.closed and not isinstance(error, HvdError):
+            self.core.await_culprit()
+        self.post_error(_text_of(error) or "")
+        return said
+
     def set_activity(self, text: str) -> None:
         """Says what this rank is about ("validation"), for the stall reports of the others.
 
@@ -333,8 +347,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            add_explanation(self, error)
-            self.post_error(_text_of(error) or "")
+            self.post_exception(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -474,7 +487,8 @@ def open_session(
             after ten times this time; 60 by default, 0 for never.
         stall_abort_seconds: After this time such a wait is an error; 1800 by default, 0 for never.
         abort_grace_seconds: How long this process may go on after another rank failed before it is
-            ended; 30 by default, 0 for ever.
+            ended, and how long a wait may go on without progress after SIGTERM; 30 by default, 0
+            for ever.
         process_group_backend: Backend of torch.distributed's default group where that does not
             exist yet: "auto" (Gloo), "gloo", "nccl", or pairs such as "cpu:gloo,cuda:nccl".
         address: Host and port where the ranks meet, for callers that know better than MASTER_ADDR
@@ -573,10 +587,9 @@ def _close_at_exit() -> None:
     error = _exit_exception()
     if error is not None:
         with contextlib.suppress(Exception):
-            said = add_explanation(session, error)
+            said = session.post_exception(error)
             if said is not None and _is_printed(error):
                 print(f"hvd_strategy: rank {session.rank}: {said}", file=sys.stderr)
-            session.post_error(_text_of(error) or "")
     session.close()
 
 

@@ -57,7 +57,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             stall_abort_seconds: after this time a wait for missing ranks is an error (1800; 0 for
                 never).
             abort_grace_seconds: how long a process may go on after another rank failed before it is
-                ended (30; 0 for ever).
+                ended, and how long a wait may go on without progress after SIGTERM (30; 0 for
+                ever).
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).

@@ -30,7 +30,6 @@ from hvd_strategy._private_api import (
 from hvd_strategy.checkpoint import read_on_rank_zero, write_on_rank_zero
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
-from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
 from hvd_strategy.lightning.attachments import Attachments
 from hvd_strategy.lightning.checkpoint import checkpoint_io_class
@@ -569,8 +568,7 @@ class DataParallelStrategy(_Base):
         if self._session is None or (self._stop is not None and self._stop.agreed):
             return
         self._failed = True
-        add_explanation(self._session, exception)
-        self._session.post_error(f"{type(exception).__name__}: {exception}".rstrip(": "))
+        self._session.post_exception(exception)
 
     def _reports_status(self) -> bool:
         """Whether anybody but rank 0 looks at this process's exit status.

@@ -1,8 +1,10 @@
 // Bells, handshake, records, handing over of memory, and waits; ranks as threads.
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "control/process.h"
 #include "control/shared_text.h"
 #include "control/stop_line.h"
 #include "sessions.h"
@@ -670,6 +673,34 @@ TEST(texts_are_read_whole_while_they_change) {
   CHECK(now_ns() - since < 10 * kSecond);
 }
 
+TEST(forked_children_are_told_from_others_and_killed) {
+  CHECK(read_process(getpid()).state == 'R' || read_process(getpid()).state == 'S');
+  CHECK_EQ(read_process(0).state, '\0');
+  pid_t children[2];
+  for (pid_t& child : children) {
+    child = fork();
+    if (child == 0) {
+      for (;;) pause();
+    }
+    CHECK(child > 0);
+    const ProcessState process = read_process(child);
+    CHECK(process.forked);
+    CHECK_EQ(process.parent, getpid());
+    CHECK(process.started >= read_process(getpid()).started);
+  }
+  kill_forked_children({children[1]});
+  int status = 0;
+  CHECK_EQ(waitpid(children[0], &status, 0), children[0]);
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  CHECK_EQ(waitpid(children[1], &status, WNOHANG), 0);
+  kill(children[1], SIGSTOP);
+  while (read_process(children[1]).state != 'T') sleep_ms(1);
+  CHECK_EQ(describe_state('T'), std::string("stopped by a signal"));
+  kill(children[1], SIGKILL);
+  CHECK_EQ(waitpid(children[1], &status, 0), children[1]);
+  CHECK_EQ(read_process(children[1]).state, '\0');
+}
+
 TEST(who_gives_up_says_what_the_others_do_instead) {
   SessionSettings settings = quick_settings();
   settings.control.stall_abort_ns = 400'000'000u;
@@ -694,6 +725,32 @@ TEST(who_gives_up_says_what_the_others_do_instead) {
         CHECK(!contains(text, "; rank 0") && !contains(text, "; rank 1"));
       },
       settings);
+}
+
+TEST(who_ends_waits_for_the_culprit_only_where_there_are_signs) {
+  std::atomic<int> arrived{0};
+  std::atomic<bool> over{false};
+  with_control(2, [&](HostControlPlane& control) {
+    meet(control, arrived);
+    if (control.rank() == 1) {
+      uint64_t began = now_ns();
+      control.await_culprit();
+      CHECK(now_ns() - began < 10 * kSecond);
+      CHECK(control.failure() == nullptr);
+      control.post_failure(ErrorKind::rank_failed, "rank 1 failed: the disk is full");
+      began = now_ns();
+      control.await_culprit();  // it is the culprit
+      CHECK(now_ns() - began < 400'000'000u);
+      while (!over.load()) sleep_ms(1);
+      return;
+    }
+    while (control.failure() == nullptr) std::this_thread::yield();
+    const uint64_t began = now_ns();
+    control.await_culprit();
+    // Until it has been printed, half a second after it became known.
+    CHECK(now_ns() - began >= 300'000'000u);
+    over.store(true);
+  });
 }
 
 TEST(ranks_that_wait_for_each_other_are_told_where) {

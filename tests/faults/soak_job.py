@@ -130,7 +130,8 @@ class Faults:
             ctypes.PyDLL(None).sleep(2)
 
     def _act(self) -> None:
-        say(f"fault {time.monotonic()}")
+        self._is_victim = False  # once: the program may come by again
+        say(f"FAULT {time.monotonic()}")
         action = self._fault.action
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hvd_strategy import HvdError, RankFailedError, _core, open_session
+from tests.faults.fork_server import ForkServer
 from tests.faults.processes import start_function
 from tests.faults.ranks import Training, compute_until, say
+from tests.faults.soak_job import Fault, run
 
 GRACE = 2.0  # abort_grace_seconds
 
@@ -171,3 +173,16 @@ def test_death_before_the_handshake() -> None:
             # Not at the deadline; the rest is the end of Python.
             assert line.seconds - died < 3
         assert ranks.wait() == [1, 3, 1]
+
+
+@pytest.mark.parametrize("place", ["start", "handshake"])
+def test_death_of_the_rank_that_serves_the_store(server: ForkServer, place: str) -> None:
+    """Without torchrun's agent the job's store ends with rank 0."""
+    fault = Fault("loop", "kill", 0, place)
+    with server.start_function(run, fault, "", 1.0, 30.0, ranks=3, agent_store=False) as ranks:
+        killed = float(ranks.wait_for("FAULT ", 0).text.split()[1])
+        for rank in (1, 2):
+            line = ranks.wait_for("hvd_strategy.errors.", rank)
+            assert "rank 0" in line.text
+            print(f"told after {line.seconds - killed:.3f} s")
+        assert ranks.wait() == [-signal.SIGKILL, 1, 1]

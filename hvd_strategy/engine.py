@@ -36,6 +36,7 @@ from hvd_strategy._private_api import (
     queue_end_of_backward,
     storage_users,
 )
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.options import resolve
 from hvd_strategy.parameters import (
@@ -98,14 +99,25 @@ class GradientReducer:
         timeout = resolve("timeout", timeout)
         optimizers = _optimizers_of(optimizer)
         named = unique(named_parameters)
-        if session is not None and not isinstance(session, Session):
-            raise TypeError(
-                f"session={session!r} is not accepted: it takes what open_session() returns."
-            )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"module={type(module).__name__} is not accepted: it takes a torch.nn.Module."
-            )
+        require(
+            session is None or isinstance(session, Session),
+            "session",
+            session,
+            "what open_session() returns",
+        )
+        require(
+            module is None or isinstance(module, torch.nn.Module),
+            "module",
+            module,
+            "a torch.nn.Module",
+        )
+        for name, value in (
+            ("broadcast_parameters", broadcast_parameters),
+            ("gradient_norms", gradient_norms),
+            ("force", force),
+        ):
+            require_kind(bool, name, value, "True or False")
+        _refuse_second_reducer(named)
         self._session = open_session() if session is None else session
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
@@ -143,12 +155,18 @@ class GradientReducer:
                 torch.Tensor,
             )
         self._closed = False
-        for candidate in optimizers:
-            self.add_optimizer(candidate)
-        if self._active:
-            self._add_parameters(named)
-            if broadcast_parameters:
-                self._broadcast(named)
+        try:
+            for candidate in optimizers:
+                self.add_optimizer(candidate)
+            if self._active:
+                self._add_parameters(named)
+                _reducers.add(self)
+                if broadcast_parameters:
+                    self._broadcast(named)
+        except BaseException:
+            # Not left to __del__: the exception keeps this object, and with it hooks, alive.
+            self.close()
+            raise
 
     # ---- life ----
 
@@ -176,6 +194,16 @@ class GradientReducer:
         self._optimizers.clear()
         self._flushes_at_gate.clear()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HvdError(
+                f"Rank {self._session.rank}: this GradientReducer has been closed, so gradients "
+                "stay local. Create a new one."
+            )
+
+    def _reduces(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._index
+
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()
@@ -191,6 +219,7 @@ class GradientReducer:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Makes the optimizer's `step` a gate: see the module's text."""
         (optimizer,) = _optimizers_of([optimizer])
+        self._require_open()
         if not self.active or any(known is optimizer for known in self._optimizers):
             return
         self._optimizers.append(optimizer)
@@ -473,6 +502,7 @@ class GradientReducer:
         have run a backward. Costs no communication when a backward has been reduced since the
         optimizer's last step.
         """
+        self._require_open()
         if not self.active or self._core.local:
             return
         number = self._number_of(optimizer)
@@ -556,6 +586,7 @@ class GradientReducer:
 
         None when it was not reduced in the last backward, or without `gradient_norms=True`.
         """
+        require_kind(Tensor, "parameter", parameter, "a parameter of the reducer")
         index = self._index.get(id(parameter))
         if self._core is None or index is None:
             return None
@@ -564,6 +595,7 @@ class GradientReducer:
 
     def record_events(self, capacity: int = 100_000) -> None:
         """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
+        require_kind(int, "capacity", capacity, "a number of events")
         if capacity < 0:
             raise ValueError(f"capacity={capacity} is not accepted: it takes a number of events.")
         if self._core is not None:
@@ -619,6 +651,24 @@ def _optimizers_of(optimizer: Any) -> list[Optimizer]:
                 "several of them."
             )
     return optimizers
+
+
+# Those that have hooks on parameters, in this process.
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _refuse_second_reducer(named: list[tuple[str, Tensor]]) -> None:
+    """Two reducers would both take the gradients of a parameter, and reduce them twice."""
+    for other in list(_reducers):
+        if other.session.closed:
+            other.close()  # it reduces nothing any more
+        for name, parameter in named:
+            if other.active and other._reduces(parameter):
+                raise HvdError(
+                    f"Rank {other.session.rank}: parameter '{name}' belongs to another "
+                    "GradientReducer already, which its optimizer may keep alive. Close that one "
+                    "first, or leave the parameter out of named_parameters."
+                )
 
 
 def _remove_all(handles: list[Any]) -> None:

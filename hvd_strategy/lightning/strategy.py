@@ -11,6 +11,7 @@ The behaviour is all here; `build` derives `HvdStrategy` from it and from Lightn
 from __future__ import annotations
 
 import signal
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_is_interactive, names_ignored_by_ddp
+from hvd_strategy.arguments import require
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning import collectives
@@ -65,6 +67,7 @@ class DataParallelStrategy(_Base):
     _reducer: GradientReducer | None = None
     _state: ModuleState | None = None
     _stop: GracefulStop | None = None
+    _running: weakref.ref[Any] | None = None  # the Trainer
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -77,6 +80,8 @@ class DataParallelStrategy(_Base):
                 "buckets. Compressed gradients will be the argument wire_dtype, which this version "
                 "does not have yet; leave ddp_comm_hook out."
             )
+        for name, value in not_needed.items():
+            require(value is None or isinstance(value, bool), name, value, "True, False or None")
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -240,6 +245,7 @@ class DataParallelStrategy(_Base):
         Runs once per fit, validate, test and predict, in any order.
         """
         assert self._session is not None
+        self._require_free(trainer)
         self._end_run()
         fitting = self._is_fitting(trainer)
         if fitting and self._layer_sync is not None:
@@ -321,6 +327,11 @@ class DataParallelStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Makes buffers equal that this batch may read, and looks whether training is to end."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._reducer is None:
+            raise HvdError(
+                f"Rank {self.global_rank}: this run cannot go on: another Trainer with the same "
+                "HvdStrategy has failed or ended meanwhile. Give each Trainer one of its own."
+            )
         if self._state is not None:
             self._state.broadcast_written_buffers()
         if self._stop is not None:
@@ -388,10 +399,22 @@ class DataParallelStrategy(_Base):
     def teardown(self) -> None:
         """Ends the run. The session stays open for the next one, unless this one failed."""
         self._end_run()
+        self._running = None
         super().teardown()
         if self._failed and self._session is not None:
             self._session.close()
             self._session = None
+
+    def _require_free(self, trainer: Any) -> None:
+        """Raises where another Trainer's run is under way: its gradients would stay local."""
+        other = None if self._running is None else self._running()
+        running = self._tree.pytorch_name("trainer.states", "TrainerStatus").RUNNING
+        if other is not None and other is not trainer and other.state.status == running:
+            raise HvdError(
+                f"Rank {self.global_rank}: this HvdStrategy is in use by another Trainer, whose "
+                "run is not over. Give each Trainer a strategy of its own."
+            )
+        self._running = weakref.ref(trainer)
 
     def _end_run(self) -> None:
         if self._stop is not None:
@@ -478,7 +501,7 @@ class DataParallelStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # They belong to this process, and are None where a strategy is to be sent to another.
-        for name in ("_session", "_reducer", "_state", "_stop"):
+        for name in ("_session", "_reducer", "_state", "_stop", "_running"):
             state.pop(name, None)
         return state
 

@@ -34,6 +34,7 @@ from hvd_strategy._private_api import (
     storage_users,
     tensor_version,
 )
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
 from hvd_strategy.module_watch import ModuleWatch
@@ -106,14 +107,25 @@ class GradientReducer(ObservedReducer):
         sparse_as_dense = resolve("sparse_as_dense", sparse_as_dense)
         optimizers = optimizers_of(optimizer)
         named = unique(named_parameters)
-        if session is not None and not isinstance(session, Session):
-            raise TypeError(
-                f"session={session!r} is not accepted: it takes what open_session() returns."
-            )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"module={type(module).__name__} is not accepted: it takes a torch.nn.Module."
-            )
+        require(
+            session is None or isinstance(session, Session),
+            "session",
+            session,
+            "what open_session() returns",
+        )
+        require(
+            module is None or isinstance(module, torch.nn.Module),
+            "module",
+            module,
+            "a torch.nn.Module",
+        )
+        for name, value in (
+            ("broadcast_parameters", broadcast_parameters),
+            ("gradient_norms", gradient_norms),
+            ("force", force),
+        ):
+            require_kind(bool, name, value, "True or False")
+        _replace_others(named)
         self._session = open_session() if session is None else session
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
@@ -157,15 +169,22 @@ class GradientReducer(ObservedReducer):
             # Parameters whose gradient came in another form than the ranks agreed on.
             self._converted: set[int] = set()
         self._closed = False
-        for candidate in optimizers:
-            self.add_optimizer(candidate)
-        if self._active:
-            self._table.check_agreement(named)
-            self._table.add(named)
-            if module is not None:
-                self._watch = ModuleWatch(module, self._table, self._handles)
-            if broadcast_parameters:
-                self._table.broadcast(named, {} if module is None else dict(module.named_buffers()))
+        try:
+            for candidate in optimizers:
+                self.add_optimizer(candidate)
+            if self._active:
+                self._table.check_agreement(named)
+                self._table.add(named)
+                _reducers.add(self)
+                if module is not None:
+                    self._watch = ModuleWatch(module, self._table, self._handles)
+                if broadcast_parameters:
+                    buffers = {} if module is None else dict(module.named_buffers())
+                    self._table.broadcast(named, buffers)
+        except BaseException:
+            # Not left to __del__: the exception keeps this object, and with it hooks, alive.
+            self.close()
+            raise
 
     # ---- life ----
 
@@ -191,6 +210,16 @@ class GradientReducer(ObservedReducer):
             self._core.close()
             self._table.clear()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HvdError(
+                f"Rank {self._session.rank}: this GradientReducer has been closed, so gradients "
+                "stay local. Create a new one."
+            )
+
+    def _reduces(self, parameter: Tensor) -> bool:
+        return parameter in self._table
+
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()
@@ -206,6 +235,7 @@ class GradientReducer(ObservedReducer):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Makes the optimizer's `step` a gate: see the module's text."""
         (optimizer,) = optimizers_of([optimizer])
+        self._require_open()
         if not self.active or any(known is optimizer for known in self._gate.optimizers):
             return
         self._gate.add(optimizer, _weakly(self._before_step), self, self._flushes)
@@ -522,6 +552,7 @@ class GradientReducer(ObservedReducer):
         have run a backward. Costs no communication when a backward has been reduced since the
         optimizer's last step.
         """
+        self._require_open()
         if not self.active or self._core.local:
             return
         number = self._gate.number_of(optimizer)
@@ -610,6 +641,28 @@ def _stepped_inside(names: list[str]) -> str:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+# Those that have hooks on parameters, in this process.
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _replace_others(named: list[tuple[str, Tensor]]) -> None:
+    """Closes reducers whose parameters a new one takes over; two would reduce a gradient twice."""
+    new = {id(parameter) for _, parameter in named}
+    for other in list(_reducers):
+        if not other.active:
+            continue
+        if other.session.closed or all(id(p) in new for p in other._table.parameters):
+            other.close()
+            continue
+        for name, parameter in named:
+            if other._reduces(parameter):
+                raise HvdError(
+                    f"Rank {other.session.rank}: parameter '{name}' belongs to another "
+                    "GradientReducer, which has others besides, and which its optimizer may keep "
+                    "alive. Close that one first, or leave the parameter out of named_parameters."
+                )
 
 
 def _remove_all(*lists: list[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,7 @@ class Option:
         if self.type is float:
             # bool is an int to Python, but nobody means 1 second by True.
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = fits and abs(value) <= sys.float_info.max  # an int may be any size
             value = float(value) if fits else value
         elif self.type is timedelta and isinstance(value, (int, float)):
             # The other times are numbers of seconds; so is this one in the environment.

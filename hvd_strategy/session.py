@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_strategy import _core, log
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.connect import connect_ranks
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.explanation import add_explanation
@@ -300,6 +301,7 @@ class Session:
 
         Not collective. The session is at its end afterwards. Does nothing once it is closed.
         """
+        require_kind(str, "text", text, "a str")
         if not self.closed:
             self.core.post_error(f"rank {self.rank} failed: {text}")
 
@@ -362,6 +364,7 @@ class Session:
             )
 
     def _require_rank(self, src: int) -> None:
+        require_kind(int, "src", src, f"a rank from 0 to {self.size - 1}")
         if not 0 <= src < self.size:
             raise ValueError(
                 f"src={src!r} is not accepted: it takes a rank from 0 to {self.size - 1}."
@@ -395,15 +398,22 @@ class Session:
 
 
 def _require_dense_on_cpu(tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(tensor).__name__}.")
+    require_kind(torch.Tensor, "tensor", tensor, "a dense torch.Tensor on the CPU")
+    if tensor.is_meta:
+        raise HvdError(
+            "The tensor is on the meta device and has no content: it takes a dense torch.Tensor on "
+            "the CPU."
+        )
     if not tensor.is_cpu:
         raise HvdError(
             f"The tensor is on {tensor.device}: GPUs and other devices are not supported yet. Move "
             "it to the CPU first."
         )
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a dense tensor is needed, not one of layout {tensor.layout}.")
+        raise TypeError(
+            f"tensor of layout {tensor.layout} is not accepted: it takes a dense torch.Tensor on "
+            "the CPU."
+        )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -504,6 +514,13 @@ def open_session(
             given here.
         HvdTimeoutError: Ranks are missing at the deadline.
     """
+    require(world is None or isinstance(world, World), "world", world, "a hvd_strategy.world.World")
+    require(
+        address is None or _is_address(address),
+        "address",
+        address,
+        'a pair of host and port, such as ("127.0.0.1", 29500)',
+    )
     given = {
         "timeout": timeout,
         "stall_warning_seconds": stall_warning_seconds,
@@ -542,6 +559,14 @@ def open_session(
             atexit.register(_close_at_exit)
             _process.closes_at_exit = True
         return session
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, (tuple, list)) or len(address) != 2:
+        return False
+    host, port = address
+    known = isinstance(host, str) and host != ""
+    return known and isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
 
 
 def _require_fitting(live: Session, world: World | None, given: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from hvd_strategy.lightning.class_tree import class_tree
+from hvd_strategy.lightning.plugin_arguments import require_devices, require_plugin
 from hvd_strategy.lightning.strategy import DataParallelStrategy
 
 
@@ -107,6 +108,25 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             broadcast_buffers: bool | None = None,
             ddp_comm_hook: object | None = None,
         ) -> None:
+            require_plugin(
+                "accelerator",
+                accelerator,
+                Accelerator,
+                "setup_device",
+                "Trainer(accelerator='cpu') takes names",
+            )
+            require_devices(parallel_devices)
+            require_plugin(
+                "cluster_environment", cluster_environment, ClusterEnvironment, "global_rank"
+            )
+            require_plugin("checkpoint_io", checkpoint_io, CheckpointIO, "save_checkpoint")
+            require_plugin(
+                "precision_plugin",
+                precision_plugin,
+                Precision,
+                "optimizer_step",
+                "Trainer(precision='16-mixed') takes names",
+            )
             self._take_options(
                 ddp_comm_hook,
                 not_needed={

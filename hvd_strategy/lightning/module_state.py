@@ -60,6 +60,12 @@ class ModuleState:
                     "sample batch first (in `configure_model`, say), so that lazy modules know "
                     "their shapes."
                 )
+            if tensor.is_meta:
+                raise HvdError(
+                    f"{name!r} is on the meta device on rank {session.rank} and has no content: "
+                    "materialize the module first, in `configure_model` (with "
+                    "`self.to_empty(device='cpu')`, say, and its initialization)."
+                )
         if session.size > 1:
             self._check_structure(self._named_tensors())
             self._watch()

@@ -11,6 +11,7 @@ The behaviour is all here; `build` derives `HvdStrategy` from it and from Lightn
 from __future__ import annotations
 
 import signal
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,6 +28,7 @@ from hvd_strategy._private_api import (
     lightning_wrapping_checkpoint_io,
     names_ignored_by_ddp,
 )
+from hvd_strategy.arguments import require
 from hvd_strategy.checkpoint import read_on_rank_zero, write_on_rank_zero
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
@@ -83,6 +85,7 @@ class DataParallelStrategy(_Base):
     _attachments: Attachments | None = None
     _votes: StepVotes | None = None
     _gradients_stay_local = False
+    _running: weakref.ref[Any] | None = None  # the Trainer
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -101,6 +104,8 @@ class DataParallelStrategy(_Base):
                 "does not have yet; leave ddp_comm_hook out."
             )
         set_level()
+        for name, value in not_needed.items():
+            require(value is None or isinstance(value, bool), name, value, "True, False or None")
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -289,6 +294,7 @@ class DataParallelStrategy(_Base):
         Runs once per fit, validate, test and predict, in any order.
         """
         assert self._session is not None
+        self._require_free(trainer)
         self._end_run()
         fitting = self._is_fitting(trainer)
         self._layer_sync = synchronised_layers(self._tree, self._layer_sync)
@@ -439,6 +445,11 @@ class DataParallelStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Makes buffers equal that this batch may read, and looks whether training is to end."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._reducer is None:
+            raise HvdError(
+                f"Rank {self.global_rank}: this run cannot go on: another Trainer with the same "
+                "HvdStrategy has failed or ended meanwhile. Give each Trainer one of its own."
+            )
         self._is_in(f"the forward of batch {batch_idx}")
         if self._state is not None:
             self._state.broadcast_written_buffers()
@@ -589,6 +600,7 @@ class DataParallelStrategy(_Base):
     def teardown(self) -> None:
         """Ends the run. The session stays open for the next one, unless this one failed."""
         self._end_run()
+        self._running = None
         try:
             self._finish_saving()
             super().teardown()
@@ -603,6 +615,17 @@ class DataParallelStrategy(_Base):
             if self._failed and self._session is not None:
                 self._session.close()
                 self._session = None
+
+    def _require_free(self, trainer: Any) -> None:
+        """Raises where another Trainer's run is under way: its gradients would stay local."""
+        other = None if self._running is None else self._running()
+        running = self._tree.pytorch_name("trainer.states", "TrainerStatus").RUNNING
+        if other is not None and other is not trainer and other.state.status == running:
+            raise HvdError(
+                f"Rank {self.global_rank}: this HvdStrategy is in use by another Trainer, whose "
+                "run is not over. Give each Trainer a strategy of its own."
+            )
+        self._running = weakref.ref(trainer)
 
     def _end_run(self) -> None:
         if self._stop is not None:
@@ -697,6 +720,7 @@ class DataParallelStrategy(_Base):
             "_attachments",
             "_votes",
             "_replica_check",
+            "_running",
         ):
             state.pop(name, None)
         return state

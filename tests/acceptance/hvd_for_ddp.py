@@ -1,10 +1,11 @@
 """A pytest plugin: Lightning's tests get our strategy where they ask for DDP.
 
-`run_lightning_tests.py` loads it (`-p hvd_for_ddp`) before any test module is imported. What changes
-is what a test can ask for: modules of the tests that import `DDPStrategy` from
+`run_lightning_tests.py` loads it (`-p hvd_for_ddp`) before any test module is imported. What
+changes is what a test can ask for: modules of the tests that import `DDPStrategy` from
 `lightning.pytorch.strategies` are given ours, and so is whoever asks the registry for "ddp",
-"ddp_spawn" and so on. Lightning's own code keeps its class. Without `REPLACE_DDP=1` nothing changes,
-and the plugin only writes down the results: to the file `ACCEPTANCE_RESULTS`, one JSON object a line.
+"ddp_spawn" and so on. Lightning's own code keeps its class. Without `REPLACE_DDP=1` nothing
+changes, and the plugin only writes down the results: to the file `ACCEPTANCE_RESULTS`, one JSON
+object a line.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SourcesError(Exception):
     """The source tree is not what is needed."""
 
 
-def tests_folder(sources: Path) -> Path:
+def folder_of_tests(sources: Path) -> Path:
     """The folder of Lightning's tests for `lightning.pytorch`.
 
     Raises:
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tests", nargs="*", help="instead of all that mention DDP")
     args = parser.parse_args(arguments)
     try:
-        folder = tests_folder(args.sources.resolve())
+        folder = folder_of_tests(args.sources.resolve())
     except SourcesError as error:
         print(error, file=sys.stderr)
         return 2

@@ -168,7 +168,9 @@ def texts_of_the_sources() -> list[str]:
 def foreign_words(message: str) -> list[str]:
     """Words of a message that no string of the sources contains in this place."""
     covered = bytearray(len(message))
-    known = [*texts_of_the_sources(), *EXAMPLES, *(f"{name}: " for name in errors.__all__)]
+    known = [*texts_of_the_sources(), *EXAMPLES]
+    known += [option.env for option in OPTIONS.values()]
+    known += [f"{name}: " for name in errors.__all__]
     for text in known:
         start = message.find(text)
         while start >= 0:
@@ -211,6 +213,21 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert set(re.findall(r"(?:`|^ {4})make (\w+)", text, re.MULTILINE)) <= set(targets)
     for module in re.findall(r"\bpython -m ((?:benchmarks|tests|hvd_strategy)[\w.]*)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_tests_that_are_named_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    file, count = "", 0
+    # A name without a file is in the file named before it.
+    for path, test in re.findall(r"`(\w+/\w+\.(?:py|cpp))?(?:::(\w+))?`", text):
+        file = path or file
+        if path:
+            assert (ROOT / "tests" / path).exists(), path
+        if test:
+            count += 1
+            source = (ROOT / "tests" / file).read_text()
+            assert f"def {test}(" in source, f"{file} has no test {test}"
+    assert count > 50
 
 
 @each_page

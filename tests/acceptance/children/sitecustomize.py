@@ -1,4 +1,4 @@
-"""Python imports this at its start: processes that a test of Lightning spawns get the same class."""
+"""Imported by Python at its start: processes that a test of Lightning spawns get our class too."""
 
 import hvd_for_ddp
 

@@ -152,25 +152,26 @@ def compare(
 ) -> Comparison:
     """Sorts the tests. A known loss may leave out a test's parameters, and stands for all then."""
     result = Comparison([], [], {}, {}, {}, [])
-    needed = set()
+    needed, passed = set(), set()
     for test in sorted({*ddp, *ours}):
         before = ddp.get(test, Result("failed", "not run"))
         after = ours.get(test, Result("failed", "not run"))
+        names = (test, test.partition("[")[0])
         if after.outcome == "passed":
             result.passed.append(test)
+            passed.update(names)
         elif before.outcome == "failed":
             result.failed_with_ddp[test] = before.message
         elif after.outcome == "skipped" and before.outcome == "skipped":
             result.skipped.append(test)
         else:
-            entry = next((name for name in (test, test.partition("[")[0]) if name in known), None)
+            entry = next((name for name in names if name in known), None)
             if entry is None:
                 result.unknown[test] = after.message
             else:
                 needed.add(entry)
                 result.known[test] = known[entry]
-    ran = {name for test in (*ddp, *ours) for name in (test, test.partition("[")[0])}
-    result.stale.extend(sorted((ran & set(known)) - needed))
+    result.stale.extend(sorted((passed & set(known)) - needed))
     return result
 
 

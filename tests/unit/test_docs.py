@@ -191,6 +191,9 @@ def test_messages_are_those_of_the_code() -> None:
     blocks = code_blocks(ROOT / "docs" / "faults.md", "text")
     messages = [line for block in blocks for line in block.splitlines()]
     assert len(messages) > 20
+    # How the engine's own lines begin.
+    assert any(message.startswith("[hvd] rank ") for message in messages)
+    assert "[hvd] rank " in texts_of_the_sources()
     foreign = {message: words for message in messages if (words := foreign_words(message))}
     assert not foreign, f"docs/faults.md quotes words that no code says: {foreign}"
 

@@ -219,3 +219,23 @@ def forget_lightning_resume(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_restarting"):
             forget_lightning_resume(inner)
+
+
+def replace_lightning_requeue(
+    trainer: Any, on_signal: Callable[[int, Any], None]
+) -> tuple[Callable[[int, Any], None], Callable[[], None]]:
+    """Replaces what the Trainer will do on the signal by which SLURM announces a job's end.
+
+    Returns what it would have done, which saves a checkpoint and requeues the job, and a function
+    that gives it back. The handler is registered after the strategy's setup, and only under SLURM.
+
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn.
+    """
+    connector = trainer._signal_connector
+    original: Callable[[int, Any], None] = connector._slurm_sigusr_handler_fn
+    vars(connector)["_slurm_sigusr_handler_fn"] = on_signal
+
+    def restore() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return original, restore

@@ -13,6 +13,10 @@ it waiting.
 The start and the end of a validation within a fit, and the end of training, are meetings too. While
 evaluating, ranks may have different numbers of batches, so there a rank that receives SIGTERM ends
 by itself, as with Lightning; the others are told through the error that it posts.
+
+The signal by which SLURM announces the end of a job is agreed on in the same way: the checkpoint,
+which all ranks have to save together, is saved at the next meeting. Lightning would save it inside
+the signal handler, where one rank may be in the middle of a collective that another never reaches.
 """
 
 from __future__ import annotations
@@ -23,7 +27,11 @@ from typing import Any
 
 import torch
 
-from hvd_strategy._private_api import lightning_sigterm_flag, replace_lightning_sigterm
+from hvd_strategy._private_api import (
+    lightning_sigterm_flag,
+    replace_lightning_requeue,
+    replace_lightning_sigterm,
+)
 from hvd_strategy.session import Session
 
 _log = logging.getLogger(__name__)
@@ -51,6 +59,10 @@ class GracefulStop:
         self._batches_between = 1
         self._met_at = time.monotonic()
         self._restore = replace_lightning_sigterm(trainer, self._on_sigterm)
+        self._requeue_signal: int | None = None
+        self._requeue, self._restore_requeue = replace_lightning_requeue(
+            trainer, self._on_requeue_signal
+        )
 
     @property
     def agreed(self) -> bool:
@@ -60,6 +72,7 @@ class GracefulStop:
     def detach(self) -> None:
         """Gives the Trainer its own functions back. Idempotent."""
         self._restore()
+        self._restore_requeue()
 
     def on_batch_start(self) -> None:
         """To be called at the start of every training batch, on all ranks."""
@@ -73,8 +86,12 @@ class GracefulStop:
         Lightning's loops end after the running batch, or epoch, when they find the flag set here.
         """
         seconds = (time.monotonic() - self._met_at) / max(1, self._batches)
-        told = torch.tensor([float(self._signalled), seconds], dtype=torch.float64)
-        signalled, slowest = self._session.allreduce(told, "max").tolist()
+        flags = [float(self._signalled), float(self._requeue_signal or 0)]
+        told = torch.tensor([*flags, seconds], dtype=torch.float64)
+        signalled, requeue, slowest = self._session.allreduce(told, "max").tolist()
+        if requeue:
+            self._requeue_signal = None
+            self._requeue(int(requeue), None)
         if signalled:
             self._agreed = True
             lightning_sigterm_flag(self._trainer).received_sigterm = True
@@ -84,6 +101,9 @@ class GracefulStop:
         self._batches = 0
         self._met_at = time.monotonic()
         return self._agreed
+
+    def _on_requeue_signal(self, signum: int, _: Any) -> None:
+        self._requeue_signal = int(signum)
 
     def _on_sigterm(self, signum: int, _: Any) -> None:
         """Runs in the main thread, between any two instructions or inside a wait of the engine."""

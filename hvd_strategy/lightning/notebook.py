@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -111,22 +110,24 @@ class NotebookLauncher(InterruptHandlerKept, _Base):
             watch = self._watch = RankWatch()
             stack.callback(self._forget_watch)
             stack.callback(watch.end)
-            store = _store(self._strategy.num_processes)
+            port = stack.enter_context(_meeting_place())
             for rank in range(self._strategy.num_processes):
-                self._start(rank, store.port, job, outcome)
-            interrupt: KeyboardInterrupt | None = None
+                self._start(rank, port, job, outcome)
             try:
                 watch.wait()
-            except KeyboardInterrupt as error:
-                interrupt = error
-                watch.interrupt()
-            if os.fstat(outcome).st_size:
-                result = transfer.load(outcome, known)
-                if trainer is not None:
-                    result = result.restore(self._tree, trainer, known)
-            if interrupt is not None:
-                raise interrupt
-            return result
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    watch.interrupt()
+                # What was trained is not lost, as it is not when a run in this process fails. It
+                # may be missing: rank 0 was killed, or is in no state to send it.
+                with contextlib.suppress(Exception):
+                    self._take_back(outcome, trainer, known)
+                raise
+            return self._take_back(outcome, trainer, known)
+
+    def _take_back(self, outcome: int, trainer: Any, known: dict[str, object]) -> Any:
+        result = transfer.load(outcome, known)
+        return result if trainer is None else result.restore(self._tree, trainer, known)
 
     def _start(self, rank: int, port: int, job: int, outcome: int) -> None:
         assert self._watch is not None
@@ -214,9 +215,14 @@ def _send(work: Work, job: int, strategy: Any) -> None:
         ) from error
 
 
-def _store(size: int) -> Any:
-    """The server where the ranks meet, at a port that the system chooses."""
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[int]:
+    """A server where the ranks meet; yields its port, which the system has chosen."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    seconds = timedelta(seconds=300)
-    return TCPStore("127.0.0.1", 0, None, True, seconds, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    try:
+        yield store.port
+    finally:
+        # Not to live on in a traceback, which notebooks keep.
+        del store

@@ -7,6 +7,7 @@ all of it succeeded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -121,19 +122,22 @@ def _run(work: Work, outcome: int) -> None:
     # The ranks exist: it starts none, and tells the others of an exception.
     strategy._launcher = script(strategy.cluster_environment, strategy.num_processes, 1)
     run = lightning_run_handling_exceptions(tree.name)
-    interrupted: SystemExit | None = None
-    result = None
+
+    def send_back(result: Any) -> None:
+        state_dict = trainer.lightning_module.state_dict()
+        if first:
+            taken = RunOutcome.take(tree, trainer, state_dict, known, result)
+            transfer.dump(taken, outcome, known)
+
     try:
         result = run(trainer, work.function, *work.args, **work.kwargs)
-    except SystemExit as error:
-        # Lightning has handled an interrupt. What was trained is not lost.
-        interrupted = error
-    state_dict = trainer.lightning_module.state_dict()
-    if first:
-        taken = RunOutcome.take(tree, trainer, state_dict, known, result)
-        transfer.dump(taken, outcome, known)
-    if interrupted is not None:
-        raise interrupted
+    except BaseException:
+        # An error, an interrupt, or another rank's failure, which Lightning has dealt with. The
+        # weights are those of the last whole step.
+        with contextlib.suppress(Exception):
+            send_back(None)
+        raise
+    send_back(result)
 
 
 def _report_on(error: BaseException) -> RankReport:

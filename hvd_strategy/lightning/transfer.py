@@ -110,7 +110,7 @@ def _pickle_module(known: Mapping[str, object] | None) -> Any:
     if not to_ranks:
         keys |= {id(main[name]): f"{_MAIN} {name}" for name in _received if name in main}
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(cloudpickle.Pickler):
         def __init__(self, file: Any, protocol: int | None = None) -> None:
             super().__init__(file, protocol=protocol)
             self.definitions: dict[str, object] = {}

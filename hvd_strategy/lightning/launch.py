@@ -47,9 +47,7 @@ class _ScriptJob:
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self._processes = processes
         self._pid = os.getpid()
-        self._variables = {
-            name: os.environ[name] for name in _RUN_VARIABLES if name in os.environ
-        }
+        self._variables = {name: os.environ[name] for name in _RUN_VARIABLES if name in os.environ}
 
     def enter(self) -> None:
         """Puts into the environment who this process is, for one more run of the same ranks."""

@@ -7,15 +7,17 @@ all of it succeeded.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -98,8 +100,23 @@ def main(job: int, outcome: int, reports: int) -> None:
         _run(work, outcome)
     except BaseException as error:
         _send(reports, _report_on(error))
-        sys.exit(1)
+        _leave(1)
     _send(reports, RankReport(done=True))
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process in order, but without taking every module of torch and Lightning apart.
+
+    That costs a quarter of what importing them did, while the notebook waits.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 def _run(work: Work, outcome: int) -> None:

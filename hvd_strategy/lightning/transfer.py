@@ -39,18 +39,17 @@ def memory_file(name: str) -> int:
 
 
 def dump(obj: object, descriptor: int, known: Mapping[str, object] | None = None) -> None:
-    """Replaces the content of a memory file by `obj`.
+    """Writes `obj` into an empty memory file.
 
     Args:
         obj: the object.
-        descriptor: the file.
+        descriptor: the file; not to be written to again, because readers map it.
         known: on the way back, the objects to be sent as references, by the name under which the
             notebook has them.
 
     Raises:
         Exception: the object cannot be pickled; whatever pickling it raises.
     """
-    os.ftruncate(descriptor, 0)
     with open(_path(descriptor), "wb") as file:
         torch.save([obj, _Definitions()], file, pickle_module=_pickle_module(known))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from tests.faults.processes import RankProcesses, clean_environment, start_launcher
-from tests.launch.test_launchers import MPIEXEC, TORCHRUN, free_port, needs_mpiexec
+from tests.launch.test_launchers import MPIEXEC, TORCHRUN, needs_mpiexec
 
 JOB = str(Path(__file__).with_name("trainer_job.py"))
 
@@ -52,6 +55,44 @@ def test_plain_python() -> None:
         found = reports(job)
         assert_trained(found, strategy="hvd_strategy.lightning.HvdStrategy")
         assert sum("tested on rank" in line.text for line in job.lines) == 2
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class Model(BoringModel):
+    def on_fit_end(self):
+        strategy = self.trainer.strategy
+        print(f"rank {self.global_rank} of {strategy.session.size}", strategy.session.timeout)
+
+if __name__ == "__main__":
+    LightningCLI(Model, BoringDataModule, save_config_callback=None)
+"""
+CLI_CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  limit_val_batches: 0
+  logger: false
+  enable_checkpointing: false
+  strategy:
+    class_path: hvd_strategy.HvdStrategy
+    init_args:
+      timeout: "0:01:40"
+"""
+
+
+def test_command_line_with_a_configuration_file(tmp_path: Path) -> None:
+    """Every rank reads the same options."""
+    program, config = tmp_path / "program.py", tmp_path / "config.yaml"
+    program.write_text(CLI)
+    config.write_text(CLI_CONFIG)
+    with start_launcher(sys.executable, program, "fit", "--config", config) as job:
+        assert job.wait(timeout=90) == [0], job.report()
+        for rank in (0, 1):
+            assert f"rank {rank} of 2 0:01:40" in job.output()
 
 
 def test_spawn_in_the_other_package() -> None:
@@ -109,11 +150,20 @@ def test_variables_of_open_mpi() -> None:
         assert_trained(reports_of(job), environment="LauncherEnvironment")
 
 
+def slurm_job_id() -> int:
+    """One from which Lightning makes the number of a free port."""
+    while True:
+        port = random.randrange(15_000, 25_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return 770_000 + port - 15_000
+
+
 def slurm(folder: Path, *arguments: str) -> RankProcesses:
     """Two tasks of a job step on one host."""
     variables = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     job = {
-        "SLURM_JOB_ID": str(free_port() % 10_000 + 770_000),
+        "SLURM_JOB_ID": str(slurm_job_id()),
         "SLURM_JOB_NAME": "training",
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",

@@ -94,9 +94,8 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    model = Model()
-    trainer = pl.Trainer(
+def make_trainer() -> Any:
+    return pl.Trainer(
         accelerator="cpu",
         devices=int(args.devices) if args.devices.isdigit() else args.devices,
         strategy=args.strategy,
@@ -107,6 +106,11 @@ def main() -> None:
         enable_checkpointing=args.directory is not None,
         default_root_dir=args.directory,
     )
+
+
+def main() -> None:
+    model = Model()
+    trainer = make_trainer()
     data = DataLoader(TensorDataset(torch.arange(96.0).view(24, 4) / 96), 2)
     before = process_state()
     trainer.fit(model, data)
@@ -120,9 +124,13 @@ def main() -> None:
         assert not multiprocessing.active_children()
         report(model, trainer)
     else:
-        trainer.test(model, data, verbose=False)
-        assert dict(os.environ) == before["environment"]
-        say(f"tested on rank {trainer.global_rank}")
+        # The same ranks again, by the same Trainer and by another.
+        another = make_trainer()
+        for each in (trainer, another):
+            each.test(model, data, verbose=False)
+            assert dict(os.environ) == before["environment"]
+        assert another.strategy.session is trainer.strategy.session
+        say(f"tested on rank {another.global_rank}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_is_interactive
 from hvd_strategy.errors import HvdError
+from hvd_strategy.host_meeting import listen_on_loopback
 from hvd_strategy.lightning import transfer
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.launch import InterruptHandlerKept
@@ -123,6 +124,7 @@ class NotebookLauncher(InterruptHandlerKept, _Base):
                 with contextlib.suppress(Exception):
                     self._take_back(outcome, trainer, known)
                 raise
+            self._strategy.forget_messages()
             return self._take_back(outcome, trainer, known)
 
     def _take_back(self, outcome: int, trainer: Any, known: dict[str, object]) -> Any:
@@ -133,7 +135,8 @@ class NotebookLauncher(InterruptHandlerKept, _Base):
         assert self._watch is not None
         reports, report = os.pipe()
         try:
-            bootstrap = [os.getpid(), sys.path, sys.argv, [job, outcome, report]]
+            path, arguments = map(str, sys.path), map(str, sys.argv)
+            bootstrap = [os.getpid(), [*path], [*arguments], [job, outcome, report]]
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-u"),
@@ -220,9 +223,17 @@ def _meeting_place() -> Iterator[int]:
     """A server where the ranks meet; yields its port, which the system has chosen."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    listener = listen_on_loopback()
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     try:
-        yield store.port
+        yield port
     finally:
         # Not to live on in a traceback, which notebooks keep.
         del store

@@ -144,7 +144,10 @@ def _run(work: Work, outcome: int) -> None:
         state_dict = trainer.lightning_module.state_dict()
         if first:
             taken = RunOutcome.take(tree, trainer, state_dict, known, result)
-            transfer.dump(taken, outcome, known)
+            try:
+                transfer.dump(taken, outcome, known)
+            except Exception as error:  # whatever the objects' own code raises
+                transfer.dump(taken.without_optimizers(error), outcome, known)
 
     try:
         result = run(trainer, work.function, *work.args, **work.kwargs)

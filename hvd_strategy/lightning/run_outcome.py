@@ -97,6 +97,13 @@ class RunOutcome:
             lr_schedulers=list(trainer.strategy.lr_scheduler_configs),
         )
 
+    def without_optimizers(self, reason: Exception) -> RunOutcome:
+        """The same for optimizers of a kind that cannot be sent."""
+        failed = {"the optimizer": f"{type(reason).__name__}: {reason}", **self._parts["failed"]}
+        return RunOutcome(
+            **{**self._parts, "failed": failed, "optimizers": [], "lr_schedulers": []}
+        )
+
     def restore(self, tree: ClassTree, trainer: Any, known: Mapping[str, object]) -> Any:
         """Puts everything into the notebook's objects; returns what the run returned."""
         parts = self._parts

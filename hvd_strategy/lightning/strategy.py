@@ -228,9 +228,7 @@ class DataParallelStrategy(_Base):
                 "does not use and changing graphs need no preparation, gradients stay where "
                 "autograd made them, and buffers are kept equal."
             )
-        self._ignored_arguments = []
         if self.replaces_horovod:
-            self.replaces_horovod = False
             self._rank_zero("rank_zero_warn")(
                 'strategy="horovod" is hvd-strategy here, which leaves the learning rate alone: '
                 "Lightning's HorovodStrategy multiplied it by the number of ranks, in the "
@@ -238,6 +236,12 @@ class DataParallelStrategy(_Base):
                 f"yourself (lr * {self.world_size}); to train as now without this message, use "
                 'strategy="hvd".'
             )
+        self.forget_messages()
+
+    def forget_messages(self) -> None:
+        """To be called when the messages about this strategy's arguments have been shown."""
+        self._ignored_arguments = []
+        self.replaces_horovod = False
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -28,6 +28,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_strategy import HvdError, RankFailedError
+
+# One of the phases is about the other package of the same code.
+TREE = "pytorch_lightning" if sys.argv[1] == "failing" else "lightning.pytorch"
+pl: Any = import_module(TREE)
 
 FACTOR = 3.0
 
@@ -59,9 +63,6 @@ class Model(pl.LightningModule):
         self.log("loss", loss, sync_dist=True, on_epoch=True)
         self.losses.append(loss.item())
         return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", (self(batch[0]) ** 2).mean(), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         return {"outputs": self(batch[0]), "settings": self.hparams["settings"]}
@@ -157,8 +158,10 @@ def equal(model: Any, reference: Any) -> None:
 
 def good_runs() -> None:
     folder = sys.argv[2]
-    # As if CUDA had been used here: a fork would be refused, and rightly so.
+    # As if CUDA had been used here: a fork is refused, and rightly so.
     torch.cuda.is_initialized = lambda: True
+    with pytest.raises(RuntimeError, match="CUDA"):
+        trainer("hvd_fork", 2, logger=False).fit(Model(Settings(0.1)), loader(2))
     model = Model(Settings(0.1))
     layer, weight = model.layer, model.layer.weight
     alone = copy.deepcopy(model)
@@ -207,9 +210,6 @@ def good_runs() -> None:
     )
     assert here["lr_schedulers"] == there["lr_schedulers"]
 
-    [result] = ours.validate(model, loader(2), verbose=False)
-    [expected] = reference.validate(alone, loader(4), verbose=False)
-    assert abs(result["val_loss"] - expected["val_loss"]) < 1e-6
     predictions = ours.predict(model, loader(2))
     assert len(predictions) == 6
     assert isinstance(predictions[0]["settings"], Settings)

@@ -21,7 +21,7 @@ def job(*arguments: str) -> RankProcesses:
 
 
 def test_runs_leave_the_trained_objects_and_an_unchanged_process(tmp_path: Path) -> None:
-    """Two fits, a validation and a prediction on one Trainer, against a single process."""
+    """Two fits and a prediction on one Trainer, against a single process."""
     with job("good", str(tmp_path)) as script:
         assert script.wait(timeout=200) == [0], script.report()
         shown = script.output(stream="stdout").splitlines()

@@ -58,13 +58,14 @@ def test_plain_python() -> None:
 
 
 CLI = """
+import os
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 class Model(BoringModel):
     def on_fit_end(self):
-        strategy = self.trainer.strategy
-        print(f"rank {self.global_rank} of {strategy.session.size}", strategy.session.timeout)
+        session = self.trainer.strategy.session
+        os.write(1, f"rank {session.rank} of {session.size} {session.timeout}\\n".encode())
 
 if __name__ == "__main__":
     LightningCLI(Model, BoringDataModule, save_config_callback=None)
@@ -77,6 +78,7 @@ trainer:
   limit_val_batches: 0
   logger: false
   enable_checkpointing: false
+  enable_progress_bar: false
   strategy:
     class_path: hvd_strategy.HvdStrategy
     init_args:

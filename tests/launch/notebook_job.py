@@ -79,6 +79,9 @@ class Remembers(pl.Callback):
         self.epochs: list[int] = []
         self.module: Any = None
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert not torch.cuda._is_in_bad_fork()  # nothing is inherited
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.epochs.append(trainer.current_epoch)
         self.module = pl_module
@@ -158,8 +161,8 @@ def equal(model: Any, reference: Any) -> None:
 
 def good_runs() -> None:
     folder = sys.argv[2]
-    # As if CUDA had been used here: a fork is refused, and rightly so.
-    torch.cuda.is_initialized = lambda: True
+    # The state by which torch and Lightning know that CUDA was used before a fork.
+    torch.cuda._is_in_bad_fork = lambda: True
     with pytest.raises(RuntimeError, match="CUDA"):
         trainer("hvd_fork", 2, logger=False).fit(Model(Settings(0.1)), loader(2))
     model = Model(Settings(0.1))

@@ -519,3 +519,23 @@ def replace_metric_gathering(metric: Any, method: Callable[..., None]) -> None:
 def restore_metric_gathering(metric: Any) -> None:
     """Undoes it. Idempotent."""
     vars(metric).pop("_sync_dist", None)
+
+
+def replace_lightning_requeue(
+    trainer: Any, on_signal: Callable[[int, Any], None]
+) -> tuple[Callable[[int, Any], None], Callable[[], None]]:
+    """Replaces what the Trainer will do on the signal by which SLURM announces a job's end.
+
+    Returns what it would have done, which saves a checkpoint and requeues the job, and a function
+    that gives it back. The handler is registered after the strategy's setup, and only under SLURM.
+
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn.
+    """
+    connector = trainer._signal_connector
+    original: Callable[[int, Any], None] = connector._slurm_sigusr_handler_fn
+    vars(connector)["_slurm_sigusr_handler_fn"] = on_signal
+
+    def restore() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return original, restore

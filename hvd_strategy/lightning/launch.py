@@ -133,13 +133,16 @@ class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
     """
 
     _tree: ClassTree
+    _strategy: Any
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.keep_interrupt_handler()
         with _process_kept():
             try:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                result = super().launch(function, *args, trainer=trainer, **kwargs)
+                self._strategy.forget_messages()
+                return result
             finally:
                 for process in self.procs:
                     if process.is_alive():

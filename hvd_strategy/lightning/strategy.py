@@ -269,7 +269,6 @@ class DataParallelStrategy(_Base):
                 "made them, and buffers are kept equal.",
                 name,
             )
-        self._ignored_arguments = []
         if self.replaces_horovod:
             self.replaces_horovod = False
             _log.warning(
@@ -280,6 +279,12 @@ class DataParallelStrategy(_Base):
                 self.world_size,
                 extra=FOR_ALL_RANKS,
             )
+        self.forget_messages()
+
+    def forget_messages(self) -> None:
+        """To be called when the messages about this strategy's arguments have been shown."""
+        self._ignored_arguments = []
+        self.replaces_horovod = False
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -110,7 +110,7 @@ def _backend(value: str) -> bool:
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_START_METHODS = ("auto", "popen", "fork", "spawn", "notebook")
+_START_METHODS = ("auto", "popen", "fork", "spawn", "interactive")
 
 _ALL = (
     Option(

@@ -49,8 +49,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             precision_plugin: the precision. Usually given to the Trainer.
             start_method: how ranks come into being that no launcher has started: "popen" runs the
                 script once per rank, "fork" and "spawn" start processes with multiprocessing,
-                "notebook" starts fresh interpreters and sends them the work; "auto" (the default)
-                is "popen", and "notebook" in notebooks and other interactive sessions.
+                "interactive" starts fresh interpreters and sends them the work; "auto" (the
+                default) is "popen", and "interactive" in notebooks and other interactive sessions.
             bucket_cap_mb: gradients are reduced in buckets of at most this size, in MiB (25).
             timeout: deadline of a collective (30 minutes).
             stall_warning_seconds: after this time a wait prints which ranks are missing (60; 0 for
@@ -91,7 +91,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             checkpoint_io: CheckpointIO | None = None,
             precision_plugin: Precision | None = None,
             *,
-            start_method: Literal["auto", "popen", "fork", "spawn", "notebook"] | None = None,
+            start_method: Literal["auto", "popen", "fork", "spawn", "interactive"] | None = None,
             bucket_cap_mb: float | None = None,
             timeout: timedelta | None = None,
             stall_warning_seconds: float | None = None,

@@ -60,7 +60,7 @@ class _ScriptJob:
                 f"This script has started its other ranks already, and {len(ended)} of "
                 f"{len(self._processes)} have ended (pid {', '.join(map(str, ended))}), so the "
                 "Trainer cannot run again. Either all ranks run the whole script, or it starts "
-                'ranks for each run: HvdStrategy(start_method="spawn") or "notebook".'
+                'ranks for each run: HvdStrategy(start_method="spawn") or "interactive".'
             )
         os.environ.update(self._variables)
 

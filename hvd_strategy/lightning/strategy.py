@@ -220,7 +220,7 @@ class DataParallelStrategy(_Base):
         if method == "auto":
             interactive = lightning_is_interactive(self._tree.fabric)
             started = environment.creates_processes_externally
-            method = "notebook" if interactive and not started else "popen"
+            method = "interactive" if interactive and not started else "popen"
         if environment.creates_processes_externally and not isinstance(
             environment, self._default_environment()
         ):
@@ -230,7 +230,7 @@ class DataParallelStrategy(_Base):
         script, multiprocessing, notebook = launcher_classes(self._tree.name)
         if method == "popen":
             self._launcher = script(environment, self.num_processes, self.num_nodes)
-        elif method == "notebook":
+        elif method == "interactive":
             self._launcher = notebook(self)
         else:
             self._launcher = multiprocessing(self, start_method=method)

@@ -27,6 +27,7 @@ from hvd_strategy.world import World, detect_world
 # Values that an option refuses; what it accepts is told by the table of options.
 BAD_OPTIONS: dict[type, tuple[Any, ...]] = {
     bool: ("yes", 3),
+    int: ("3", -1, 2.5, True),
     float: ("25", -1, float("nan"), True, [1]),
     str: ("no such thing", 3, ""),
     timedelta: ("30", timedelta(0), -1, True),

@@ -6,7 +6,7 @@ things, a progress bar that looks on rank 0 alone changes the order, and a value
 counts as much as one of many. Here values travel with their names, in one exchange for all of them,
 at places that all ranks pass:
 
-* values of a training step: after the optimizer's step, before anybody can look at them;
+* values of a training step: after the optimizer's step, before the hooks at the batch's end;
 * values of an epoch: at its end, before the callbacks' hooks;
 * what is logged elsewhere: in the call of `self.log`.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,6 @@ class _Logged:
     operation: str
     total: float
     weight: float
-    where: str
-
-    def __str__(self) -> str:
-        return f"({self.operation}, in {self.where})"
 
 
 class LoggedMetrics:
@@ -79,8 +76,8 @@ class LoggedMetrics:
         self._replacements = Replacements()
         for results in lightning_result_collections(trainer):
             # Lightning's own is hidden from torch.compile as well.
-            log = torch.compiler.disable(self._log_into(results))
-            self._replacements.around(results, "log", log)
+            log = torch.compiler.disable(partial(self._log_into(results), results.log))
+            self._replacements.put(results, "log", log)
             self._replacements.around(results, "update_metrics", self._update_in(results))
             self._replacements.around(results, "metrics", self._read_of(results))
 
@@ -182,7 +179,7 @@ class LoggedMetrics:
             weight = float(self._samples(results, batch_size))
         operation = entry.meta.sync.op
         total = value * weight if operation == "mean" else value
-        return _Logged(operation, total, weight, entry.meta.fx)
+        return _Logged(operation, total, weight)
 
     def _samples(self, results: Any, batch_size: int) -> int:
         """Number of samples behind a value; Lightning looks for it only at the epoch's metrics."""
@@ -229,7 +226,7 @@ class LoggedMetrics:
     ) -> tuple[bool, dict[str, Tensor]]:
         """Returns whether any rank has values, and the values of all ranks together, by key."""
         keys = sorted(logged)
-        names = [f"{key} {logged[key]}" for key in keys]
+        names = [f"{key} ({logged[key].operation})" for key in keys]
         digest = hashlib.sha256("\n".join([when, *names]).encode()).hexdigest()[:16]
         values = [[logged[key].total, logged[key].weight] for key in keys]
         told = self._session.exchange("self.log", [digest, skipped, values])
@@ -293,9 +290,9 @@ def _not_computed(results: Any) -> dict[str, Any]:
 
 def _epoch_value(entry: Any) -> _Logged:
     if not entry.is_tensor:
-        return _Logged(type(entry.value).__name__, 0.0, 0.0, entry.meta.fx)
+        return _Logged(type(entry.value).__name__, 0.0, 0.0)
     weight = float(entry.cumulated_batch_size) if entry.meta.is_mean_reduction else 1.0
-    return _Logged(entry.meta.sync.op, entry.value.item(), weight, entry.meta.fx)
+    return _Logged(entry.meta.sync.op, entry.value.item(), weight)
 
 
 def _once_per_epoch(fx: str) -> bool:

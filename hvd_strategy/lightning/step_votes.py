@@ -87,8 +87,10 @@ class StepVotes:
         """
         if self._owes_backward:
             self._owes_backward = False
-            nothing = 0 * self._takes_part
-            (nothing + self._has_logged if has_logged else nothing).backward()
+            # Some optimizers call their closure without gradients.
+            with torch.enable_grad():
+                nothing = 0 * self._takes_part
+                (nothing + self._has_logged if has_logged else nothing).backward()
 
     def count(self, optimizer: Optimizer, loss: Any, scale: float) -> Any:
         """Counts the votes after a reduced backward, and corrects the gradients accordingly.

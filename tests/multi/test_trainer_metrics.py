@@ -182,6 +182,38 @@ def test_logging_in_other_hooks_and_in_another_order(ranks: Ranks) -> None:
         assert first[name] == pytest.approx(value), name
 
 
+class LogsSteps(Regression):
+    """Values of steps where ranks do not vote: optimization by hand, batches of a window."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss is not None
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.log("value", float(10 * batch_idx + self.global_rank), sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["value"]))
+
+
+def log_steps(by_hand: bool, window: int) -> list[float]:
+    model = LogsSteps(by_hand)
+    make_trainer(max_epochs=1, accumulate_grad_batches=window).fit(model, loader(40))
+    return model.seen
+
+
+@pytest.mark.parametrize(("by_hand", "window"), [(True, 1), (False, 2)])
+def test_values_of_steps_without_votes(ranks: Ranks, by_hand: bool, window: int) -> None:
+    assert ranks(log_steps, by_hand, window) == [[0.5, 10.5, 20.5, 30.5, 40.5]] * 2
+
+
 class LogsOtherKeys(Regression):
     def __init__(self, case: str) -> None:
         super().__init__()

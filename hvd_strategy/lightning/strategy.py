@@ -11,7 +11,6 @@ The behaviour is all here; `build` derives `HvdStrategy` from it and from Lightn
 from __future__ import annotations
 
 import signal
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,7 +31,7 @@ from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import launcher_classes
-from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.options import resolve
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.world import World
@@ -67,7 +66,6 @@ class DataParallelStrategy(_Base):
     _reducer: GradientReducer | None = None
     _state: ModuleState | None = None
     _stop: GracefulStop | None = None
-    _running: weakref.ref[Any] | None = None  # the Trainer
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -245,7 +243,6 @@ class DataParallelStrategy(_Base):
         Runs once per fit, validate, test and predict, in any order.
         """
         assert self._session is not None
-        self._require_free(trainer)
         self._end_run()
         fitting = self._is_fitting(trainer)
         if fitting and self._layer_sync is not None:
@@ -266,6 +263,14 @@ class DataParallelStrategy(_Base):
             )
         if self._session.size > 1:
             self._stop = GracefulStop(trainer, self._session)
+
+    @override
+    def model_to_device(self) -> None:
+        """Lightning calls this first in the set-up of a run, and torch would say less."""
+        if self.model is not None:
+            require_content(self._named_parameters(self.model), self.global_rank)
+            require_content(self.model.named_buffers(), self.global_rank)
+        super().model_to_device()
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -327,11 +332,6 @@ class DataParallelStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Makes buffers equal that this batch may read, and looks whether training is to end."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._reducer is None:
-            raise HvdError(
-                f"Rank {self.global_rank}: this run cannot go on: another Trainer with the same "
-                "HvdStrategy has failed or ended meanwhile. Give each Trainer one of its own."
-            )
         if self._state is not None:
             self._state.broadcast_written_buffers()
         if self._stop is not None:
@@ -399,22 +399,15 @@ class DataParallelStrategy(_Base):
     def teardown(self) -> None:
         """Ends the run. The session stays open for the next one, unless this one failed."""
         self._end_run()
-        self._running = None
-        super().teardown()
+        try:
+            super().teardown()
+        except NotImplementedError:
+            # Of a module on the meta device, which cannot be moved: the run's own error counts.
+            if not self._failed:
+                raise
         if self._failed and self._session is not None:
             self._session.close()
             self._session = None
-
-    def _require_free(self, trainer: Any) -> None:
-        """Raises where another Trainer's run is under way: its gradients would stay local."""
-        other = None if self._running is None else self._running()
-        running = self._tree.pytorch_name("trainer.states", "TrainerStatus").RUNNING
-        if other is not None and other is not trainer and other.state.status == running:
-            raise HvdError(
-                f"Rank {self.global_rank}: this HvdStrategy is in use by another Trainer, whose "
-                "run is not over. Give each Trainer a strategy of its own."
-            )
-        self._running = weakref.ref(trainer)
 
     def _end_run(self) -> None:
         if self._stop is not None:
@@ -501,7 +494,7 @@ class DataParallelStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # They belong to this process, and are None where a strategy is to be sent to another.
-        for name in ("_session", "_reducer", "_state", "_stop", "_running"):
+        for name in ("_session", "_reducer", "_state", "_stop"):
             state.pop(name, None)
         return state
 

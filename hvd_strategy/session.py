@@ -399,15 +399,10 @@ class Session:
 
 def _require_dense_on_cpu(tensor: torch.Tensor) -> None:
     require_kind(torch.Tensor, "tensor", tensor, "a dense torch.Tensor on the CPU")
-    if tensor.is_meta:
-        raise HvdError(
-            "The tensor is on the meta device and has no content: it takes a dense torch.Tensor on "
-            "the CPU."
-        )
     if not tensor.is_cpu:
         raise HvdError(
-            f"The tensor is on {tensor.device}: GPUs and other devices are not supported yet. Move "
-            "it to the CPU first."
+            f"The tensor is on {tensor.device}, which is not accepted: it takes a dense "
+            "torch.Tensor on the CPU. GPUs and other devices are not supported yet."
         )
     if tensor.layout is not torch.strided:
         raise TypeError(

@@ -11,7 +11,6 @@ The behaviour is all here; `build` derives `HvdStrategy` from it and from Lightn
 from __future__ import annotations
 
 import signal
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,7 +39,7 @@ from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_env
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
 from hvd_strategy.lightning.layer_sync import synchronised_layers
-from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.lightning.replica_check import ReplicaCheck
 from hvd_strategy.lightning.step_votes import StepVotes
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
@@ -85,7 +84,6 @@ class DataParallelStrategy(_Base):
     _attachments: Attachments | None = None
     _votes: StepVotes | None = None
     _gradients_stay_local = False
-    _running: weakref.ref[Any] | None = None  # the Trainer
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
     _failed = False
@@ -299,7 +297,6 @@ class DataParallelStrategy(_Base):
         Runs once per fit, validate, test and predict, in any order.
         """
         assert self._session is not None
-        self._require_free(trainer)
         self._end_run()
         fitting = self._is_fitting(trainer)
         self._layer_sync = synchronised_layers(self._tree, self._layer_sync)
@@ -343,6 +340,14 @@ class DataParallelStrategy(_Base):
             )
             if self._votes is not None:
                 self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._votes)
+
+    @override
+    def model_to_device(self) -> None:
+        """Lightning calls this first in the set-up of a run, and torch would say less."""
+        if self.model is not None:
+            require_content(self._named_parameters(self.model), self.global_rank)
+            require_content(self.model.named_buffers(), self.global_rank)
+        super().model_to_device()
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -450,11 +455,6 @@ class DataParallelStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Makes buffers equal that this batch may read, and looks whether training is to end."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._reducer is None:
-            raise HvdError(
-                f"Rank {self.global_rank}: this run cannot go on: another Trainer with the same "
-                "HvdStrategy has failed or ended meanwhile. Give each Trainer one of its own."
-            )
         self._is_in(f"the forward of batch {batch_idx}")
         if self._state is not None:
             self._state.broadcast_written_buffers()
@@ -605,10 +605,13 @@ class DataParallelStrategy(_Base):
     def teardown(self) -> None:
         """Ends the run. The session stays open for the next one, unless this one failed."""
         self._end_run()
-        self._running = None
         try:
             self._finish_saving()
             super().teardown()
+        except NotImplementedError:
+            # Of a module on the meta device, which cannot be moved: the run's own error counts.
+            if not self._failed:
+                raise
         except Exception as error:
             # A plugin that writes later repeats what all ranks know already.
             if error is not self._write_failure:
@@ -620,17 +623,6 @@ class DataParallelStrategy(_Base):
             if self._failed and self._session is not None:
                 self._session.close()
                 self._session = None
-
-    def _require_free(self, trainer: Any) -> None:
-        """Raises where another Trainer's run is under way: its gradients would stay local."""
-        other = None if self._running is None else self._running()
-        running = self._tree.pytorch_name("trainer.states", "TrainerStatus").RUNNING
-        if other is not None and other is not trainer and other.state.status == running:
-            raise HvdError(
-                f"Rank {self.global_rank}: this HvdStrategy is in use by another Trainer, whose "
-                "run is not over. Give each Trainer a strategy of its own."
-            )
-        self._running = weakref.ref(trainer)
 
     def _end_run(self) -> None:
         if self._stop is not None:
@@ -725,7 +717,6 @@ class DataParallelStrategy(_Base):
             "_attachments",
             "_votes",
             "_replica_check",
-            "_running",
         ):
             state.pop(name, None)
         return state

@@ -13,7 +13,7 @@ ranks share them, so that all runs of a case should end with the same weights:
     plain-backward       manual optimization by `loss.backward()`, not `self.manual_backward()`
     unused-at-end        the last step of the training does not use one of the layers
     unused-on-one-rank   one step in the middle does not use it for the images of rank 1
-    endless              trains until somebody ends it, and says when it is under way
+    endless              trains for minutes, and says when it is under way, to be killed then
     endless-with-worker  the same, with a DataLoader that has a worker process
 """
 
@@ -159,7 +159,7 @@ class UnusedOnOneRank(Digits):
 
 
 class Endless(Digits):
-    epochs = -1
+    epochs = 1000
 
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
         if self.global_step == UNDER_WAY:

@@ -9,11 +9,11 @@ import pytest
 from tests.faults.processes import ROOT, start_launcher
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_compare() -> None:
     with start_launcher(sys.executable, str(ROOT / "examples" / "compare.py"), "--quick") as job:
-        # Its parts have deadlines of their own, which add up to more only where much is wrong.
-        assert job.wait(timeout=240) == [0], job.report()
+        # Three quarters of a minute on a machine that is not busy.
+        assert job.wait(timeout=540) == [0], job.report()
         printed = job.output(stream="stdout")
         assert "hvd was right everywhere" in printed
         verdicts = [line.split()[:2] for line in printed.splitlines() if "off the single" in line]

@@ -67,9 +67,11 @@ class GracefulStop:
 
         Lightning's loops end after the running batch, or epoch, when they find the flag set here.
         """
-        if not self._agreed and not self._session.core.pass_point():
-            self._agreed = True
-            lightning_sigterm_flag(self._trainer).received_sigterm = True
+        if not self._agreed:
+            self._agreed = not self._session.core.pass_point()
+            # Also when the answer is no: a rank that was signalled in a validation that has ended
+            # since must not end by itself now.
+            lightning_sigterm_flag(self._trainer).received_sigterm = self._agreed
         return self._agreed
 
     def _between_batches(self) -> None:

@@ -84,6 +84,9 @@ class GracefulStop:
         """
         if not self._agreed and not self._session.core.pass_point():
             self._meet()
+        # Also when the answer is no: a rank that was signalled in a validation that has ended since
+        # must not end by itself now.
+        lightning_sigterm_flag(self._trainer).received_sigterm = self._agreed
         return self._agreed
 
     def _meet(self) -> None:
@@ -95,7 +98,6 @@ class GracefulStop:
             self._requeue(int(requeue), None)
         if signalled:
             self._agreed = True
-            lightning_sigterm_flag(self._trainer).received_sigterm = True
             return
         # Nobody is left in the old run, so a new one can begin; a signal that came meanwhile asked
         # for the end of the old one.

@@ -61,6 +61,7 @@ TRAINER_PLACES: dict[str, tuple[int, ...]] = {
     "backward": (0, 1, 5),
     "flush": (0, 1, 5),
     "validation": (0, 1),
+    "validation end": (0, 1),
     "checkpoint": (0, 1),
     "writing": (0, 1),
     "fit end": (0,),
@@ -252,6 +253,9 @@ class _Model(LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.faults.at("validation", self.current_epoch)
         self.log("loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.faults.at("validation end", self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults.at("checkpoint", self.current_epoch)

@@ -125,6 +125,7 @@ def test_stopped_for_good(server: ForkServer) -> None:
         Trainer("term", 1, "forward", 1),
         Trainer("term", 2, "flush", 5),
         Trainer("term", 0, "writing"),
+        Trainer("term", 1, "validation end", 0),
     ],
     ids=lambda fault: fault.place,
 )

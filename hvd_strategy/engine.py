@@ -77,8 +77,8 @@ class GradientReducer(ObservedReducer):
             so that they start equal.
         bucket_cap_mb: Size of a gradient bucket in MiB.
         timeout: Deadline of a reduction.
-        sparse_as_dense: Turn sparse gradients into dense ones, which is faster where most rows are
-            hit; False by default.
+        sparse_as_dense: Turn sparse gradients into dense ones, which then go through the buckets;
+            False by default.
         gradient_norms: Compute finite flag and sum of squares of each gradient on the way.
         force: Take the full path in a world of one rank too, where there is nothing to reduce
             (for measurements).

@@ -150,7 +150,7 @@ def require_content(named: Iterable[tuple[str, Tensor]], rank: int) -> None:
     Raises:
         HvdError: One is not initialized, or on the meta device; names it.
     """
-    for name, tensor in named:
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
         if is_lazy(tensor):
             raise HvdError(
                 f"{name!r} is not initialized on rank {rank}: run a forward with a sample batch "

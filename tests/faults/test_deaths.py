@@ -145,8 +145,8 @@ def die_before_the_roll_call() -> None:
     open_session(timeout=timedelta(seconds=3))
 
 
-def test_death_before_the_roll_call() -> None:
-    with start_function(die_before_the_roll_call, ranks=3) as ranks:
+def test_death_before_the_roll_call(server: ForkServer) -> None:
+    with server.start_function(die_before_the_roll_call, ranks=3) as ranks:
         assert ranks.wait() == [1, 3, 1]
         for rank in (0, 2):
             assert "HvdTimeoutError: " in ranks.output(rank)
@@ -164,8 +164,8 @@ def die_before_the_handshake() -> None:
     open_session()
 
 
-def test_death_before_the_handshake() -> None:
-    with start_function(die_before_the_handshake, ranks=3) as ranks:
+def test_death_before_the_handshake(server: ForkServer) -> None:
+    with server.start_function(die_before_the_handshake, ranks=3) as ranks:
         died = ranks.wait_for("dies", 1).seconds
         for rank in (0, 2):
             line = ranks.wait_for(f"RankFailedError: rank {rank} cannot join the others: ", rank)

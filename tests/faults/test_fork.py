@@ -147,6 +147,8 @@ def forks_and_sessions() -> None:
     training.reducer.close()
     session.close()
     del session, training
+    gc.collect()
+    gc.freeze()  # only what comes from now on matters; a collection takes long with all of torch
     counts = []
     for number in range(103):
         with open_session() as session:

@@ -126,10 +126,10 @@ class GradientReducer(ObservedReducer):
             ("force", force),
         ):
             require_kind(bool, name, value, "True or False")
-        _replace_others(named)
         self._session = open_session() if session is None else session
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
+        _replace_others(named)
         self._module = module
         self._handles: list[Any] = []
         self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
@@ -160,7 +160,7 @@ class GradientReducer(ObservedReducer):
                 _weakly(self._refuse_other_thread),
                 _weakly(self._look_for_hidden_step),
                 storage_users(),
-                tensor_version,
+                torch.compiler.disable(tensor_version),  # see `_weakly`
                 torch.Tensor,
             )
             self._table = ParameterTable(
@@ -653,11 +653,12 @@ _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 def _replace_others(named: list[tuple[str, Tensor]]) -> None:
     """Closes reducers whose parameters a new one takes over; two would reduce a gradient twice."""
     new = {id(parameter) for _, parameter in named}
+    replaced = []
     for other in list(_reducers):
         if not other.active:
             continue
         if other.session.closed or all(id(p) in new for p in other._table.parameters):
-            other.close()
+            replaced.append(other)
             continue
         for name, parameter in named:
             if other._reduces(parameter):
@@ -666,6 +667,8 @@ def _replace_others(named: list[tuple[str, Tensor]]) -> None:
                     "GradientReducer, which has others besides, and which its optimizer may keep "
                     "alive. Close that one first, or leave the parameter out of named_parameters."
                 )
+    for other in replaced:
+        other.close()
 
 
 def _remove_all(*lists: list[Any]) -> None:

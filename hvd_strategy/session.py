@@ -56,6 +56,7 @@ _ELEMENT_NAMES = {
     torch.bool: "bool",
 }
 _OPERATIONS = ("sum", "mean", "min", "max")
+_RECORD = "a list of what JSON can write: numbers, text, True, False, None, lists, dicts"
 # Beyond this the core's nanoseconds would overflow; ten years are never.
 _LONGEST_SECONDS = 10 * 365 * 86400.0
 
@@ -284,9 +285,16 @@ class Session:
         Raises:
             MismatchError: Another rank came with another purpose; raised on every rank, and the
                 session stays usable.
+            TypeError: JSON cannot write the record.
         """
         self._require_open()
-        answers = self.communicator.exchange(json.dumps([purpose, record]).encode(), self._seconds)
+        require_kind(str, "purpose", purpose, "a str")
+        require_kind(list, "record", record, _RECORD)
+        try:
+            line = json.dumps([purpose, record]).encode()
+        except (TypeError, ValueError):  # an object of another class, or a list that holds itself
+            require(False, "record", record, _RECORD)
+        answers = self.communicator.exchange(line, self._seconds)
         told = [json.loads(answer) for answer in answers]
         self._require_same("a collective", "purposes", [other for other, _ in told])
         return [other for _, other in told]
@@ -308,11 +316,13 @@ class Session:
     def post_exception(self, error: BaseException) -> str | None:
         """Tells the other ranks by which exception this one ends. Not collective.
 
-        Unless it comes of another rank's end: then that is what everybody is told.
+        Unless it comes of another rank's end: then that is what everybody is told. Does nothing
+        once the session is closed.
 
         Returns:
             What has been added to the exception's text, see `explanation`.
         """
+        require_kind(BaseException, "error", error, "an exception")
         said = add_explanation(self, error)
         if not self.closed and not isinstance(error, HvdError):
             self.core.await_culprit()
@@ -323,8 +333,9 @@ class Session:
         """Says what this rank is about ("validation"), for the stall reports of the others.
 
         They print it when they wait for this rank for long. Stands until the next call; takes well
-        under a microsecond. At most 190 bytes are kept.
+        under a microsecond. At most 190 bytes are kept. Does nothing once the session is closed.
         """
+        require_kind(str, "text", text, "a str")
         if not self.closed:
             self.core.set_activity(text)
 
@@ -609,7 +620,7 @@ def _close_at_exit() -> None:
         with contextlib.suppress(Exception):
             said = session.post_exception(error)
             if said is not None and _is_printed(error):
-                print(f"hvd_strategy: rank {session.rank}: {said}", file=sys.stderr)
+                print(f"hvd_strategy: [rank {session.rank}] {said}", file=sys.stderr)
     session.close()
 
 

@@ -33,8 +33,8 @@ from torch.utils.data import (
 
 from hvd_strategy._private_api import (
     drawn_by_wrapper,
-    lightning_data_connector,
     lightning_train_loaders,
+    replace_lightning_loader_preparation,
     requires_distributed_sampler,
     wraps_a_sampler,
 )
@@ -68,8 +68,7 @@ class DataShards:
         self._drawn: list[str] = []  # digests of what was drawn and not compared yet
         self._saw_a_batch = False
         self._replacements = Replacements()
-        connector = lightning_data_connector(trainer)
-        self._replacements.around(connector, "_prepare_dataloader", self._prepare)
+        replace_lightning_loader_preparation(self._replacements, trainer, self._prepare)
 
     def detach(self) -> None:
         """Gives the Trainer its own functions back. Idempotent."""

@@ -29,6 +29,7 @@ from hvd_strategy._private_api import (
     replace_lightning_requeue,
     replace_lightning_sigterm,
 )
+from hvd_strategy.lightning.replacements import Replacements
 from hvd_strategy.log import get_logger
 from hvd_strategy.session import Session
 
@@ -55,11 +56,12 @@ class GracefulStop:
         self._agreed = False
         self._requeue_signal: int | None = None
         session.core.begin_run()
-        self._restore, self._looks_between = replace_lightning_sigterm(
-            trainer, self._on_sigterm, self._between_batches
+        self._replacements = Replacements()
+        self._looks_between = replace_lightning_sigterm(
+            self._replacements, trainer, self._on_sigterm, self._between_batches
         )
-        self._requeue, self._restore_requeue = replace_lightning_requeue(
-            trainer, self._on_requeue_signal
+        self._requeue = replace_lightning_requeue(
+            self._replacements, trainer, self._on_requeue_signal
         )
 
     @property
@@ -69,8 +71,7 @@ class GracefulStop:
 
     def detach(self) -> None:
         """Gives the Trainer its own functions back. Idempotent."""
-        self._restore()
-        self._restore_requeue()
+        self._replacements.detach()
 
     def on_batch_start(self) -> None:
         """To be called at the start of every training batch, on all ranks."""

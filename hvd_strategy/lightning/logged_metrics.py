@@ -251,7 +251,8 @@ class LoggedMetrics:
         suffix = ""
         if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
             suffix = results.DATALOADER_SUFFIX.format(results.dataloader_idx)
-        return any(f"{name}{form}{suffix}" in self._monitored for form in ("", "_step", "_epoch"))
+        forms = (name, f"{name}_step", f"{name}_epoch")
+        return any(f"{form}{suffix}" in self._monitored for form in forms)
 
     def _mention(self, name: str) -> None:
         if name in self._mentioned:
@@ -297,8 +298,8 @@ def _epoch_value(entry: Any) -> _Logged:
 
 def _once_per_epoch(fx: str) -> bool:
     """Whether the hook is called outside of batches (`on_validation_epoch_end`, say)."""
-    hook = fx.partition(".")[0]  # behind the dot is the number of the data loader
-    return hook.startswith("on_") and hook.endswith(("_start", "_end")) and "_batch_" not in hook
+    words = fx.partition(".")[0].split("_")  # behind the dot is the number of the data loader
+    return words[0] == "on" and words[-1] in ("start", "end") and "batch" not in words
 
 
 def _combine(operation: str, numbers: list[list[float]]) -> Tensor:

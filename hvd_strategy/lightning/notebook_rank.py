@@ -7,21 +7,23 @@ all of it succeeded.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
 import random
 import signal
 import sys
-import threading
 import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from hvd_strategy._private_api import lightning_run_handling_exceptions
+from hvd_strategy._private_api import (
+    lightning_run_handling_exceptions,
+    run_exit_functions,
+    set_lightning_launcher,
+)
 from hvd_strategy.errors import RankFailedError
 from hvd_strategy.lightning import transfer
 from hvd_strategy.lightning.class_tree import class_tree
@@ -111,8 +113,7 @@ def _leave(status: int) -> NoReturn:
     That costs a quarter of what importing them did, while the notebook waits.
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        run_exit_functions()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -137,7 +138,8 @@ def _run(work: Work, outcome: int) -> None:
         strategy.cluster_environment = default()
     script = launcher_classes(tree.name)[0]
     # The ranks exist: it starts none, and tells the others of an exception.
-    strategy._launcher = script(strategy.cluster_environment, strategy.num_processes, 1)
+    launcher = script(strategy.cluster_environment, strategy.num_processes, 1)
+    set_lightning_launcher(strategy, launcher)
     run = lightning_run_handling_exceptions(tree.name)
 
     def send_back(result: Any) -> None:

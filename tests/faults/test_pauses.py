@@ -88,7 +88,7 @@ def test_reports_say_where_the_missing_rank_is(server: ForkServer, tmp_path: Pat
     with server.start_function(fit, str(tmp_path), away, options) as ranks:
         assert ranks.wait() == [0, 0], ranks.report()
         pids = ranks.pids
-        waiting = "[hvd] rank 0: has been waiting for "
+        waiting = "hvd_strategy: [rank 0] has been waiting for "
         line = ranks.wait_for(f"rank 1 (pid {pids[1]}, sleeping) is in: the forward of batch 2", 0)
         assert line.text.startswith(waiting)
         assert "for the end of backward 2 on rank 1 (last seen " in line.text
@@ -106,7 +106,7 @@ def test_legitimate_pauses_raise_no_alarm(server: ForkServer, tmp_path: Path) ->
     with server.start_function(fit, str(tmp_path), away, {"stall_warning_seconds": 30}) as ranks:
         assert ranks.wait() == [0, 0], ranks.report()
         ranks.wait_for("pauses in prepare_data", 0)
-        assert "[hvd]" not in ranks.output()
+        assert "hvd_strategy: [rank" not in ranks.output()
         for rank in range(2):
             ranks.wait_for("finished after 3 steps", rank)
 
@@ -124,10 +124,10 @@ def different_places() -> None:
 def test_ranks_that_wait_for_each_other(server: ForkServer) -> None:
     with server.start_function(different_places) as ranks:
         assert ranks.wait() == [1, 1], ranks.report()
-        line = ranks.wait_for("[hvd] rank 0: has been waiting for", 0)
+        line = ranks.wait_for("hvd_strategy: [rank 0] has been waiting for", 0)
         assert "the end of backward 1 on rank 1" in line.text
         assert f"rank 1 (pid {ranks.pids[1]}, sleeping) waits for barrier" in line.text
-        line = ranks.wait_for("[hvd] rank 1: has been waiting for", 1)
+        line = ranks.wait_for("hvd_strategy: [rank 1] has been waiting for", 1)
         assert "barrier, which has not been called by rank 0" in line.text
         assert "waits for the end of backward 1 on rank 1" in line.text
         for rank in range(2):
@@ -167,7 +167,7 @@ def test_sigterm_during_a_stall(server: ForkServer, tmp_path: Path) -> None:
     options = {"stall_warning_seconds": 0.3, "abort_grace_seconds": 1.0}
     with server.start_function(fit_and_stop, str(tmp_path), options) as ranks:
         ranks.wait_for("stops", 1)
-        warning = ranks.wait_for("[hvd] rank 0: has been waiting for", 0)
+        warning = ranks.wait_for("hvd_strategy: [rank 0] has been waiting for", 0)
         assert f"rank 1 (pid {ranks.pids[1]}, stopped by a signal) is in: " in warning.text
         sent = ranks.kill(0, signal.SIGTERM)
         error = ranks.wait_for("StallError: rank 0 cannot go on: rank 0 waited for ", 0)

@@ -62,7 +62,7 @@ def test_survivors_everywhere(server: ForkServer, pidfd: bool) -> None:
         killed = ranks.kill(VICTIM)
         dead = f"rank {VICTIM} (pid {ranks.pids[VICTIM]}) "
         took = [
-            ranks.wait_for(f"[hvd] rank {rank}: {dead}", rank).seconds - killed
+            ranks.wait_for(f"hvd_strategy: [rank {rank}] {dead}", rank).seconds - killed
             for rank in range(VICTIM)
         ]
         print(f"named after {max(took):.3f} s")
@@ -98,7 +98,7 @@ def test_hung_rank_is_not_left_behind(server: ForkServer) -> None:
         ended = ranks.wait_for("(abort_grace_seconds) after that failure; ending this process", 1)
         print(f"gave up at {error.seconds:.2f}, the hung rank ended at {ended.seconds:.2f}")
         assert ranks.wait() == [1, 1, 1]
-        assert "[hvd] rank 1: rank " in ranks.output(1)
+        assert "hvd_strategy: [rank 1] rank " in ranks.output(1)
 
 
 def interrupted() -> None:

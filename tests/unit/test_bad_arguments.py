@@ -39,6 +39,7 @@ A_TENSOR = "a dense torch.Tensor on the CPU"
 A_BOOL = "True or False"
 FLAG = "True, False or None"
 SPARSE = torch.eye(2).to_sparse()
+A_RECORD = "a list of what JSON can write"
 
 # By callable and argument: pairs of a value and what the message has to say besides the name.
 CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
@@ -99,7 +100,15 @@ CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
         "src": [(1, "from 0 to 0"), (-1, "from 0 to 0"), ("0", "a rank"), (True, "a rank")],
     },
     "Session.broadcast_object": {"src": [(1, "from 0 to 0"), (0.0, "a rank")]},
+    "Session.exchange": {
+        "purpose": [(None, "a str"), (b"lengths", "a str")],
+        "record": [(3, A_RECORD), ((1, 2), A_RECORD), ([torch.ones(1)], A_RECORD)],
+    },
     "Session.post_error": {"text": [(ValueError("no"), "a str")]},
+    "Session.post_exception": {
+        "error": [("no", "an exception"), (None, "an exception"), (ValueError, "an exception")]
+    },
+    "Session.set_activity": {"text": [(None, "a str"), (b"validation", "a str")]},
     "World": {
         name: [("0", "a whole number"), (True, "a whole number"), (-1, "it takes 0 <= rank")]
         for name in ("rank", "size", "local_rank", "local_size", "node_rank")
@@ -141,7 +150,10 @@ def call(name: str, **arguments: Any) -> Any:
             "broadcast": {"tensor": torch.ones(1)},
             "broadcast_object": {"obj": 1},
             "allgather_object": {"obj": 1},
+            "exchange": {"purpose": "lengths", "record": [1]},
             "post_error": {"text": "no"},
+            "post_exception": {"error": ValueError("no")},
+            "set_activity": {"text": "validation"},
         }[method]
         return getattr(open_session(), method)(**{**defaults, **arguments})
     reducer = GradientReducer(MODEL.named_parameters(), OPTIMIZER, force=True)
@@ -252,11 +264,31 @@ def test_every_argument_has_a_case() -> None:
 
 def test_a_second_reducer_of_a_parameter() -> None:
     first = GradientReducer(MODEL.named_parameters(), force=True)
-    with pytest.raises(HvdError, match="'bias' belongs to another GradientReducer already"):
+    besides = "parameter 'bias' belongs to another GradientReducer, which has others besides"
+    with pytest.raises(HvdError, match=besides):
         GradientReducer([("bias", MODEL.bias)], force=True)
+    assert first.active
     assert len(post_accumulate_hooks(MODEL.bias)) == 1
     first.close()
     GradientReducer([("bias", MODEL.bias)], force=True).close()
+
+
+def test_a_second_reducer_of_all_parameters_replaces_the_first() -> None:
+    """Also where it has more of them; two would reduce a gradient twice."""
+    first = GradientReducer([("bias", MODEL.bias)], OPTIMIZER, force=True)
+    for optimizer in (None, OPTIMIZER):  # with more parameters, then with the same
+        second = GradientReducer(MODEL.named_parameters(), optimizer, force=True)
+        assert second.active
+        assert not first.active
+        with pytest.raises(HvdError, match="has been closed"):
+            first.add_optimizer(OPTIMIZER)
+        for parameter in MODEL.parameters():
+            assert len(post_accumulate_hooks(parameter)) == 1
+        MODEL(torch.ones(1, 2)).sum().backward()
+        assert second.statistics()["backwards"] == 1
+        first = second
+    assert len(OPTIMIZER._optimizer_step_pre_hooks) == 1
+    first.close()
 
 
 def test_reducers_of_a_closed_session_give_way() -> None:
@@ -274,11 +306,20 @@ def test_a_closed_session(name: str) -> None:
     session = open_session()
     session.close()
     method = name.partition(".")[2]
-    arguments = {"tensor": torch.ones(1), "obj": 1, "text": "no"}
+    arguments = {
+        "tensor": torch.ones(1),
+        "obj": 1,
+        "purpose": "lengths",
+        "record": [1],
+        "text": "no",
+        "error": ValueError("no"),
+    }
     needed = [p for p in inspect.signature(getattr(session, method)).parameters if p in arguments]
     use = lambda: getattr(session, method)(*(arguments[name] for name in needed))  # noqa: E731
-    if method in ("close", "post_error"):
-        use()  # nobody is there to be told
+    if method in ("close", "post_error", "post_exception", "set_activity"):
+        # Nobody is there to be told. The last two are called by hooks of the Trainer, also after
+        # what ended the session: an error here would hide that one.
+        use()
     else:
         with pytest.raises(HvdError, match=r"it has been closed. Open a new one with hvd_strategy"):
             use()

@@ -204,6 +204,6 @@ print(*(registry[name]["init_params"]["start_method"] for name in "{NAMES}".spli
 print(*(registry.get(name).replaces_horovod for name in "{NAMES}".split()))
 """)
     assert done.stdout.splitlines() == [
-        "None None fork notebook spawn",
+        "None None fork interactive spawn",
         "True False False False False",
     ]

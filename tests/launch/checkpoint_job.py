@@ -24,7 +24,9 @@ class Model(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         # Rank 0's is at its best after the first epoch, those of the others after the last.
         epoch = float(self.current_epoch)
-        self.log("own", epoch if self.global_rank == 0 else -epoch, on_step=False, on_epoch=True)
+        self.log(
+            "own", 3 * epoch if self.global_rank == 0 else -epoch, on_step=False, on_epoch=True
+        )
         return (self.layer(batch[0]) ** 2).mean()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:

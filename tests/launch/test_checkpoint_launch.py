@@ -13,7 +13,7 @@ from tests.faults.processes import start_launcher
 JOB = str(Path(__file__).with_name("checkpoint_job.py"))
 
 
-def test_the_best_checkpoint_is_rank_0s(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_same_for_all_ranks(tmp_path: Path) -> None:
     with start_launcher(sys.executable, JOB, "hvd_fork", str(tmp_path)) as job:
         assert job.wait(timeout=90) == [0], job.report()
         [line] = [line.text for line in job.lines if line.text.startswith("[")]

@@ -2,6 +2,7 @@
 # make demo    trains a small network on two processes
 # make test    C++ tests (plain, ThreadSanitizer, AddressSanitizer), then the Python tests
 # make bench   measures against Gloo, DDP and, where installed, MPICH
+# make compare one training with a single process, ddp and hvd, side by side
 # make wheel   builds dist/*.whl and runs it on every Python that the machine has
 # make lint    ruff, mypy, clang-format
 # make clean   removes what was built; the environment stays
@@ -32,9 +33,9 @@ BUILD_REQUIRES = $(shell sed -n \
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Quick ones first. One pytest run, so that its last line speaks for all of them.
 TEST_FOLDERS = $(wildcard tests/unit tests/multi tests/launch tests/faults tests/acceptance)
-BENCHMARKS := allreduce hooks step memory startup compile
+BENCHMARKS := allreduce hooks step memory startup checkpoint compile
 
-.PHONY: setup demo test test-cpp test-python bench wheel lint clean
+.PHONY: setup demo compare test test-cpp test-python bench wheel lint clean
 .DELETE_ON_ERROR:
 # Tests and measurements want the machine for themselves.
 .NOTPARALLEL:
@@ -69,6 +70,9 @@ $(BUILT): pyproject.toml CMakeLists.txt $(shell find csrc -type f) | $(TOOLS)
 
 demo: $(BUILT)
 	$(PY) examples/digits.py
+
+compare: $(BUILT)
+	$(PY) examples/compare.py
 
 test: test-cpp test-python
 

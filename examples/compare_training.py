@@ -13,7 +13,7 @@ ranks share them, so that all runs of a case should end with the same weights:
     plain-backward       manual optimization by `loss.backward()`, not `self.manual_backward()`
     unused-at-end        the last step of the training does not use one of the layers
     unused-on-one-rank   one step in the middle does not use it for the images of rank 1
-    endless              trains until somebody ends it, and says when it is under way
+    endless              trains for minutes, and says when it is under way, to be killed then
     endless-with-worker  the same, with a DataLoader that has a worker process
 """
 
@@ -113,7 +113,7 @@ class Digits(LightningModule):
             **memory(),
         }
         # Last, because it tells that this rank has come to its end.
-        Path(f"{path}.json").write_text(json.dumps(report))
+        publish(Path(f"{path}.json"), json.dumps(report))
 
 
 class Unfrozen(Digits):
@@ -159,14 +159,11 @@ class UnusedOnOneRank(Digits):
 
 
 class Endless(Digits):
-    epochs = -1
+    epochs = 1000
 
     def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
         if self.global_step == UNDER_WAY:
-            path = self.directory / f"{self.case}.{self.global_rank}.pid"
-            # Under its name only when it is complete.
-            path.with_suffix(".new").write_text(str(os.getpid()))
-            path.with_suffix(".new").rename(path)
+            publish(self.directory / f"{self.case}.{self.global_rank}.pid", str(os.getpid()))
 
 
 class EndlessWithWorker(Endless):
@@ -182,6 +179,13 @@ CASES = {
     "endless": Endless,
     "endless-with-worker": EndlessWithWorker,
 }
+
+
+def publish(path: Path, text: str) -> None:
+    """Writes a file that has its name only when it is complete."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
 
 
 def memory() -> dict[str, float]:

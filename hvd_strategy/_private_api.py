@@ -1,8 +1,10 @@
 """Every private name of other packages that we touch, each with its reason and the versions tested.
 
-Nothing else in this package may use a name with a leading underscore of torch, Lightning or
-Accelerate: when a new release moves one, this file is where it breaks and where it is mended.
-Imports happen inside the functions, so that importing this module imports nothing.
+Nothing else in this package may use a name with a leading underscore of Python, torch, Lightning,
+torchmetrics or Accelerate: when a new release moves one, this file is where it breaks and where it
+is mended. Imports happen inside the functions, so that importing this module imports nothing.
+
+What a function replaces, it replaces on the instance, until the `Replacements` given are detached.
 """
 
 from __future__ import annotations
@@ -10,13 +12,34 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from hvd_strategy.lightning.replacements import Replacements
+
+
+# ---- of Python
+
+
+def run_exit_functions() -> None:
+    """Waits for the threads of this process and runs what is to happen at its end.
+
+    For a process that will leave by `os._exit`, which does neither.
+
+    threading._shutdown, atexit._run_exitfuncs; tested with Python 3.11.
+    """
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+# ---- of torch
 
 
 def torch_default_store() -> Store:
@@ -216,6 +239,7 @@ def names_ignored_by_ddp(module: Any) -> frozenset[str]:
 
 # What `hvd_strategy.lightning.strategy` overrides or reads of DDPStrategy, as a subclass does.
 LIGHTNING_STRATEGY_NAMES = (
+    "_checkpoint_io",
     "_configure_launcher",
     "_get_process_group_backend",
     "_launcher",
@@ -251,6 +275,14 @@ def lightning_launchers(pytorch: str) -> tuple[type[Any], type[Any], type[Any]]:
     return launchers._SubprocessScriptLauncher, launchers._MultiProcessingLauncher, base
 
 
+def set_lightning_launcher(strategy: Any, launcher: Any) -> None:
+    """Gives a strategy the launcher that it would otherwise configure for itself.
+
+    lightning.pytorch.strategies.Strategy._launcher.
+    """
+    strategy._launcher = launcher
+
+
 def lightning_tuner_exit(pytorch: str) -> type[BaseException]:
     """The exception by which a tuner ends a run that went as planned.
 
@@ -270,33 +302,55 @@ def lightning_sigterm_flag(trainer: Any) -> Any:
     return trainer._signal_connector
 
 
+def lightning_log_step(trainer: Any) -> int:
+    """The number under which Lightning logs what belongs to the running training batch.
+
+    Batches after which an optimizer stepped, where `global_step` counts the steps of each
+    optimizer.
+
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped.
+    """
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
 def replace_lightning_sigterm(
-    trainer: Any, on_sigterm: Callable[[int, Any], None], between_batches: Callable[[], None]
-) -> tuple[Callable[[], None], bool]:
+    replacements: Replacements,
+    trainer: Any,
+    on_sigterm: Callable[[int, Any], None],
+    between_batches: Callable[[], None],
+) -> bool:
     """Replaces the SIGTERM handler that the Trainer will register, and its flag at every batch.
 
-    On the instances; the function returned gives them their own back, any number of times. The
-    handler is registered after the strategy's setup. The second value tells whether the loop will
-    call `between_batches`, before it fetches each batch: Lightning before 2.6 has no such place.
+    The handler is registered after the strategy's setup. Returns whether the loop will call
+    `between_batches`, before it fetches each batch: Lightning before 2.6 has no such place.
 
     lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn;
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor, new
     in 2.6: before, the loop looked at the flag of the own rank only.
     """
-    replaced = []
-    for owner, name, replacement in (
-        (trainer._signal_connector, "_sigterm_notifier_fn", on_sigterm),
-        (trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", between_batches),
-    ):
-        if hasattr(owner, name):
-            vars(owner)[name] = replacement
-            replaced.append((owner, name))
+    replacements.put(trainer._signal_connector, "_sigterm_notifier_fn", on_sigterm)
+    loop = trainer.fit_loop.epoch_loop
+    if not hasattr(loop, "_broadcast_sigterm_tensor"):
+        return False
+    replacements.put(loop, "_broadcast_sigterm_tensor", between_batches)
+    return True
 
-    def restore() -> None:
-        for owner, name in replaced:
-            vars(owner).pop(name, None)
 
-    return restore, any(name == "_broadcast_sigterm_tensor" for _, name in replaced)
+def replace_lightning_requeue(
+    replacements: Replacements, trainer: Any, on_signal: Callable[[int, Any], None]
+) -> Callable[[int, Any], None]:
+    """Replaces what the Trainer will do on the signal by which SLURM announces a job's end.
+
+    Returns what it would have done, which saves a checkpoint and requeues the job. The handler is
+    registered after the strategy's setup, and only under SLURM.
+
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn.
+    """
+    connector = trainer._signal_connector
+    original: Callable[[int, Any], None] = connector._slurm_sigusr_handler_fn
+    replacements.put(connector, "_slurm_sigusr_handler_fn", on_signal)
+    return original
 
 
 def lightning_result_collections(trainer: Any) -> list[Any]:
@@ -356,12 +410,16 @@ def lightning_checkpoint_connector(trainer: Any) -> Any:
     return trainer._checkpoint_connector
 
 
-def lightning_data_connector(trainer: Any) -> Any:
-    """The object whose `_prepare_dataloader` gives a DataLoader the samplers of this rank.
+def replace_lightning_loader_preparation(
+    replacements: Replacements, trainer: Any, prepare: Callable[..., Any]
+) -> None:
+    """Replaces how a Trainer gives a DataLoader the samplers of this rank.
+
+    `prepare` is called with the original before the arguments.
 
     lightning.pytorch.Trainer._data_connector, _DataConnector._prepare_dataloader.
     """
-    return trainer._data_connector
+    replacements.around(trainer._data_connector, "_prepare_dataloader", prepare)
 
 
 def requires_distributed_sampler(trainer: Any, loader: Any) -> bool:
@@ -370,6 +428,18 @@ def requires_distributed_sampler(trainer: Any, loader: Any) -> bool:
     lightning...connectors.data_connector._DataConnector._requires_distributed_sampler.
     """
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def wraps_a_sampler(fabric: str, sampler: Any) -> bool:
+    """Whether a DistributedSampler of Lightning's splits what a sampler of the user's gives.
+
+    `fabric` is the root of the package. Its `dataset` has the user's sampler then; replaced there,
+    on the instance: `reset`.
+
+    lightning.fabric.utilities.distributed._DatasetSamplerWrapper.
+    """
+    wrapper = import_module(f"{fabric}.utilities.distributed")._DatasetSamplerWrapper
+    return isinstance(sampler.dataset, wrapper)
 
 
 def drawn_by_wrapper(listed: Any) -> Any:
@@ -413,50 +483,38 @@ def lightning_chosen_checkpoint(
 
 
 def replace_lightning_checkpoint_choice(
-    trainer: Any, select: Callable[..., Any], resume: Callable[..., Any]
-) -> Callable[[], None]:
+    replacements: Replacements,
+    trainer: Any,
+    select: Callable[..., Any],
+    resume: Callable[..., Any],
+) -> None:
     """Replaces how a Trainer chooses the checkpoint to load, and how it starts to load it.
 
-    On the instance; the function returned gives it its own back. Both are called with the original
-    before the arguments.
+    Both are called with the original before the arguments.
 
     lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector
     ._select_ckpt_path and .resume_start, of Trainer._checkpoint_connector.
     """
     connector = trainer._checkpoint_connector
-    return _replace_on(connector, _select_ckpt_path=select, resume_start=resume)
+    replacements.around(connector, "_select_ckpt_path", select)
+    replacements.around(connector, "resume_start", resume)
 
 
 def replace_lightning_monitor_candidates(
-    callback: Any, share: Callable[[Any], Any]
-) -> Callable[[], None]:
-    """Passes what a ModelCheckpoint decides by through a function, on the instance.
+    replacements: Replacements, callback: Any, share: Callable[[Any], Any]
+) -> None:
+    """Passes what a ModelCheckpoint decides by through a function.
 
-    The function returned ends that. Nothing happens to callbacks of other classes.
+    Nothing happens to callbacks of other classes.
 
     lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates.
     """
-    if not hasattr(callback, "_monitor_candidates"):
-        return lambda: None
 
     def candidates(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return share(original(*args, **kwargs))
 
-    return _replace_on(callback, _monitor_candidates=candidates)
-
-
-def _replace_on(owner: Any, **replacements: Callable[..., Any]) -> Callable[[], None]:
-    before = dict(vars(owner))
-    for name, replacement in replacements.items():
-        vars(owner)[name] = partial(replacement, getattr(owner, name))
-
-    def restore() -> None:
-        for name in replacements:
-            vars(owner).pop(name, None)
-            if name in before:
-                vars(owner)[name] = before[name]
-
-    return restore
+    if hasattr(callback, "_monitor_candidates"):
+        replacements.around(callback, "_monitor_candidates", candidates)
 
 
 def lightning_run_handling_exceptions(pytorch: str) -> Callable[..., Any]:
@@ -485,3 +543,37 @@ def forget_lightning_resume(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_restarting"):
             forget_lightning_resume(inner)
+
+
+# ---- of torchmetrics
+
+
+def gathers_entry_by_entry(metric: Any) -> list[str]:
+    """The list states of a metric that stay lists of entries when they are synchronised.
+
+    torchmetrics.Metric._reductions, _defaults; tested with torchmetrics 1.9.
+    """
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], list)
+    ]
+
+
+def gather_metric(metric: Any, *args: Any, **kwargs: Any) -> None:
+    """Gathers the states of a metric as its class does it.
+
+    torchmetrics.Metric._sync_dist, called by `sync` with the function that gathers a tensor, and
+    overridden by some metrics; tested with torchmetrics 1.9.
+    """
+    type(metric)._sync_dist(metric, *args, **kwargs)
+
+
+def replace_metric_gathering(metric: Any, method: Callable[..., None]) -> None:
+    """Has one metric call `method` instead."""
+    vars(metric)["_sync_dist"] = method
+
+
+def restore_metric_gathering(metric: Any) -> None:
+    """Undoes it. Idempotent."""
+    vars(metric).pop("_sync_dist", None)

@@ -31,7 +31,7 @@ _STRATEGIES = {
     "hvd": (None, "Data-parallel training with hvd-strategy; starts the other ranks by itself"),
     "hvd_spawn": ("spawn", "The same, ranks started by multiprocessing's spawn"),
     "hvd_fork": ("fork", "The same, ranks forked from this process"),
-    "hvd_notebook": ("notebook", "The same, ranks in fresh interpreters, also from a notebook"),
+    "hvd_notebook": ("interactive", "The same, ranks in fresh interpreters, also from a notebook"),
 }
 
 # Lightning's own strategy of this name is gone since 2.0, and the package that continued it cannot

@@ -12,6 +12,9 @@ is sent to them as `object_stream` describes. What goes wrong on one rank is the
 of them, and the session stays usable: the program may go on with another file.
 
 The Lightning strategy reads and writes through the same functions, with the user's CheckpointIO.
+
+Files are read into memory, and not mapped: optimizers keep the tensors that they are given, and a
+mapped file that somebody overwrites in place would change or kill a training that loaded it.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ def read_on_rank_zero(
     """
     if session.size == 1:
         return read()
-    paths = session.allgather_object(os.fspath(path))
+    paths = session.allgather_object(str(path))
     for rank, other in enumerate(paths):
         if other != paths[0]:
             raise MismatchError(
@@ -124,8 +127,7 @@ def read_on_rank_zero(
     problem = text_of(failure)
     if problem is not None:
         problem += _damage(paths[0])
-    missing = isinstance(failure, FileNotFoundError)
-    problem, missing = session.broadcast_object((problem, missing))
+    problem, missing = session.broadcast_object((problem, isinstance(failure, FileNotFoundError)))
     if problem is not None:
         kind = CheckpointNotFoundError if missing else HvdError
         raise kind(
@@ -158,7 +160,7 @@ def write_on_rank_zero(
             write()
         except Exception as error:  # whatever the object or the writer holds
             failure = error
-    name, problem = session.broadcast_object((os.fspath(path), text_of(failure)))
+    name, problem = session.broadcast_object((str(path), text_of(failure)))
     if problem is not None:
         raise HvdError(
             f"Rank 0, which writes for all ranks, cannot write the checkpoint {name!r}: {problem}"
@@ -172,8 +174,7 @@ def write_atomically(obj: Any, path: str | os.PathLike[str]) -> None:
     """Writes `obj` with `torch.save`; the file has its old content or the new one at any time.
 
     A local file is written under another name in the same folder, or under none where the file
-    system can do that, flushed to the disk, and renamed. It needs no memory, in contrast to
-    Lightning, which first makes two copies of the file in memory.
+    system can do that, flushed to the disk, and renamed. Nothing is copied in memory.
     """
     file_system, name = _located(os.fspath(path))
     if file_system is None:
@@ -231,8 +232,9 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
                 # the link would be one to the symbolic link.
                 os.link(f"/proc/self/fd/{file.fileno()}", name, dst_dir_fd=folder)
         os.replace(name, target.name, src_dir_fd=folder, dst_dir_fd=folder)
-        # So that the new name survives a crash, too.
-        os.fsync(folder)
+        # So that the new name survives a crash, too, where the file system knows how.
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
@@ -262,17 +264,19 @@ def _opened(path: str) -> Any:
 
 def _damage(path: str) -> str:
     """What can be seen to be wrong with a file, which the error of the reader may not tell."""
-    file_system, name = _located(path)
-    if file_system is not None or not os.path.isfile(name):
-        return ""
-    if os.path.getsize(name) == 0:
-        return " (The file is empty.)"
-    with open(name, "rb") as file:
-        is_archive = file.read(4) == b"PK\x03\x04"
-    if not is_archive:
-        return " (The file is no archive as torch.save writes them.)"
-    if not zipfile.is_zipfile(name):
-        return " (The file is truncated: it starts like a checkpoint, and its end is missing.)"
+    # Only to say more: no file, or one that cannot be looked at, is what the reader says already.
+    with contextlib.suppress(Exception):
+        file_system, name = _located(path)
+        if file_system is not None:
+            return ""
+        with open(name, "rb") as file:
+            start = file.read(4)
+        if not start:
+            return " (The file is empty.)"
+        if start != b"PK\x03\x04":
+            return " (The file is no archive as torch.save writes them.)"
+        if not zipfile.is_zipfile(name):
+            return " (The file is truncated: it starts like a checkpoint, and its end is missing.)"
     return ""
 
 

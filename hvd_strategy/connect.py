@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hvd_strategy import _core
-from hvd_strategy.errors import HvdError
+from hvd_strategy.errors import HvdError, RankFailedError
 from hvd_strategy.rendezvous import default_group_store
 from hvd_strategy.roll_call import Record, host_record, roll_call
 from hvd_strategy.witness import Witness
@@ -96,6 +96,12 @@ def connect_ranks(
         except HvdError as error:
             if len({r["host"] for r in records}) > 1:
                 raise HvdError(f"{_several_hosts(records)} ({error})") from error
+            blamed = witness.blamed() if isinstance(error, RankFailedError) else None
+            if blamed is not None:
+                # The rank that we miss has left because of that one.
+                raise RankFailedError(
+                    f"rank {world.rank} cannot join the others: {blamed}"
+                ) from error
             raise
 
 

@@ -16,6 +16,7 @@ Fronts (Lightning, Accelerate, plain loops) use this class; it knows none of the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from hvd_strategy._private_api import (
     storage_users,
     tensor_version,
 )
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.contribution import Contribution
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
@@ -46,14 +48,15 @@ from hvd_strategy.parameters import gradient_strides, unique, zeros
 from hvd_strategy.reduced_gradients import ReducedGradients
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.sparse import SparseGradients
+from hvd_strategy.weighted_backward import WeightedBackward
 
 if TYPE_CHECKING:
-    from hvd_strategy.grad_scaler import GradScaler
+    pass
 
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer(ReducedGradients, ObservedReducer):
+class GradientReducer(WeightedBackward, ReducedGradients, ObservedReducer):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
@@ -81,8 +84,8 @@ class GradientReducer(ReducedGradients, ObservedReducer):
             so that they start equal.
         bucket_cap_mb: Size of a gradient bucket in MiB.
         timeout: Deadline of a reduction.
-        sparse_as_dense: Turn sparse gradients into dense ones, which is faster where most rows are
-            hit; False by default.
+        sparse_as_dense: Turn sparse gradients into dense ones, which then go through the buckets;
+            False by default.
         gradient_average: "ranks": the gradient of the mean over the ranks of their losses.
             "items": that of the mean over all items (samples, tokens) of all ranks and of all
             micro-batches of an accumulation; each backward is `reducer.backward(loss, items=n)`.
@@ -120,17 +123,28 @@ class GradientReducer(ReducedGradients, ObservedReducer):
         gradient_average = resolve("gradient_average", gradient_average)
         optimizers = optimizers_of(optimizer)
         named = unique(named_parameters)
-        if session is not None and not isinstance(session, Session):
-            raise TypeError(
-                f"session={session!r} is not accepted: it takes what open_session() returns."
-            )
-        if module is not None and not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"module={type(module).__name__} is not accepted: it takes a torch.nn.Module."
-            )
+        require(
+            session is None or isinstance(session, Session),
+            "session",
+            session,
+            "what open_session() returns",
+        )
+        require(
+            module is None or isinstance(module, torch.nn.Module),
+            "module",
+            module,
+            "a torch.nn.Module",
+        )
+        for name, value in (
+            ("broadcast_parameters", broadcast_parameters),
+            ("gradient_norms", gradient_norms),
+            ("force", force),
+        ):
+            require_kind(bool, name, value, "True or False")
         self._session = open_session() if session is None else session
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
+        _replace_others(named)
         self._module = module
         self._handles: list[Any] = []
         self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
@@ -149,6 +163,7 @@ class GradientReducer(ReducedGradients, ObservedReducer):
         self._rescaled = {}
         by_items = self._contribution.by_items
         self._active = self._session.size > 1 or force or by_items
+        self._gradient_norms = gradient_norms
         gradient_norms = gradient_norms or by_items  # tells kept gradients from new ones
         if self._active:
             self._core = _core.Reducer(
@@ -165,11 +180,11 @@ class GradientReducer(ReducedGradients, ObservedReducer):
                 _weakly(self._refuse_other_thread),
                 _weakly(self._look_for_hidden_step),
                 storage_users(),
-                tensor_version,
+                torch.compiler.disable(tensor_version),  # see `_weakly`
                 torch.Tensor,
             )
             if gradient_norms:
-                self._core.set_mark(set_versions)
+                self._core.set_mark(torch.compiler.disable(set_versions))
             self._table = ParameterTable(
                 self._core, self._session, self._gate.group_of, self._parameter_hooks
             )
@@ -177,15 +192,22 @@ class GradientReducer(ReducedGradients, ObservedReducer):
             # Parameters whose gradient came in another form than the ranks agreed on.
             self._converted: set[int] = set()
         self._closed = False
-        for candidate in optimizers:
-            self.add_optimizer(candidate)
-        if self._active:
-            self._table.check_agreement(named)
-            self._table.add(named)
-            if module is not None:
-                self._watch = ModuleWatch(module, self._table, self._handles)
-            if broadcast_parameters:
-                self._broadcast(named)
+        try:
+            for candidate in optimizers:
+                self.add_optimizer(candidate)
+            if self._active:
+                self._table.check_agreement(named)
+                self._table.add(named)
+                _reducers.add(self)
+                if module is not None:
+                    self._watch = ModuleWatch(module, self._table, self._handles)
+                if broadcast_parameters:
+                    buffers = {} if module is None else dict(module.named_buffers())
+                    self._table.broadcast(named, buffers)
+        except BaseException:
+            # Not left to __del__: the exception keeps this object, and with it hooks, alive.
+            self.close()
+            raise
 
     # ---- life ----
 
@@ -211,6 +233,16 @@ class GradientReducer(ReducedGradients, ObservedReducer):
             self._core.close()
             self._table.clear()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HvdError(
+                f"Rank {self._session.rank}: this GradientReducer has been closed, so gradients "
+                "stay local. Create a new one."
+            )
+
+    def _reduces(self, parameter: Tensor) -> bool:
+        return parameter in self._table
+
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close()
@@ -226,16 +258,10 @@ class GradientReducer(ReducedGradients, ObservedReducer):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Makes the optimizer's `step` a gate: see the module's text."""
         (optimizer,) = optimizers_of([optimizer])
+        self._require_open()
         if not self.active or any(known is optimizer for known in self._gate.optimizers):
             return
         self._gate.add(optimizer, _weakly(self._before_step), self, self._flushes)
-
-    def _broadcast(self, named: Named) -> None:
-        tensors = [tensor for _, tensor in sorted(named, key=lambda pair: pair[0])]
-        if self._module is not None:
-            tensors += [buffer for _, buffer in sorted(self._module.named_buffers())]
-        for tensor in tensors:
-            self._session.broadcast(tensor.detach())
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Takes up parameters of the optimizer that were not there when the reducer was made."""
@@ -323,7 +349,9 @@ class GradientReducer(ReducedGradients, ObservedReducer):
         queue_end_of_backward(_EndOfBackward(self))
 
     def _refuse_other_thread(self, index: int) -> None:
-        """Called by the hook of a gradient that comes from another thread's backward."""
+        """Called by the hook of a gradient that comes in another thread than those before it."""
+        if threading.current_thread().name.startswith("Dummy-"):
+            return  # Python does not know it: autograd has moved the innermost backwards there
         raise HvdError(
             f"Rank {self._session.rank}: a gradient of '{self._table.names[index]}' came from a "
             f"second thread while {_TWO_BACKWARDS}"
@@ -574,6 +602,7 @@ class GradientReducer(ReducedGradients, ObservedReducer):
         the final gradients although this rank may not have run a backward. Costs no communication
         when a backward has been reduced since the optimizer's last step.
         """
+        self._require_open()
         if not self.active or self._core.local:
             return
         number = self._gate.number_of(optimizer)
@@ -608,77 +637,6 @@ class GradientReducer(ReducedGradients, ObservedReducer):
             self._flush(_core.FLUSH_AT_GATE)
 
     # ---- for users ----
-
-    def backward(self, loss: Tensor, items: float | None = None, **arguments: Any) -> None:
-        """`loss.backward()`, with `gradient_average="items"` weighted by the number of items.
-
-        Args:
-            loss: The mean of the loss over the items of this rank in this micro-batch.
-            items: How many that are; 0 where a rank has none, whose loss is not looked at.
-            arguments: Those of `Tensor.backward`.
-
-        Raises:
-            ValueError: `items` is missing, or is no number of items, or is given where the average
-                is that of the ranks.
-            HvdError: Reduced gradients of the last step are kept; they are a mean already, to
-                which no sum can be added.
-        """
-        contribution = self._contribution
-        if not contribution.by_items:
-            if items is not None:
-                raise ValueError(
-                    f"items={items!r} is not accepted by a reducer with gradient_average='ranks': "
-                    "create it with gradient_average='items'."
-                )
-            loss.backward(**arguments)
-            return
-        if items is None:
-            raise ValueError(
-                "items=None is not accepted with gradient_average='items': it takes the number of "
-                "items that the loss is the mean of."
-            )
-        if not contribution.items:
-            self._require_cleared()
-        contribution.add_items(items)
-        if items:
-            contribution.in_weighted_backward = True
-            try:
-                (loss * items).backward(**arguments)
-            finally:
-                contribution.in_weighted_backward = False
-        elif not self._core.local:
-            self._flush()
-
-    def _require_cleared(self) -> None:
-        numbered = [(index, p) for index, p in enumerate(self._table.parameters)]
-        for index, products in enumerate(self._core.known_products(numbered)):
-            if products is not None:
-                raise HvdError(
-                    f"Rank {self._session.rank}: '{self._table.names[index]}' still has the "
-                    "gradient of the last step, which is a mean over items, while a backward adds "
-                    "a sum. Clear the gradients (optimizer.zero_grad()) after each step."
-                )
-
-    def attach_scaler(self, scaler: GradScaler | None) -> None:
-        """Works together with a scaler from now on; called by `GradScaler.attach`."""
-        self._contribution.attach_scaler(scaler)
-
-    def set_scale(self, scale: float) -> None:
-        """Tells by what the next loss is multiplied; called by `GradScaler.scale`."""
-        self._contribution.set_scale(scale)
-
-    def set_weight(self, weight: float) -> None:
-        """Sets the weight of this rank in the mean of the next reduction; 1 otherwise.
-
-        Args:
-            weight: 0 or more; a rank with 0 takes part without a say.
-        """
-        self._contribution.set_weight(weight)
-
-    @property
-    def unscaled_early(self) -> bool:
-        """Whether the last reduction has undone the scale of the loss."""
-        return self._contribution.unscaled_early
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -732,6 +690,31 @@ def _stepped_inside(names: list[str]) -> str:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+# Those that have hooks on parameters, in this process.
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _replace_others(named: list[tuple[str, Tensor]]) -> None:
+    """Closes reducers whose parameters a new one takes over; two would reduce a gradient twice."""
+    new = {id(parameter) for _, parameter in named}
+    replaced = []
+    for other in list(_reducers):
+        if not other.active:
+            continue
+        if other.session.closed or all(id(p) in new for p in other._table.parameters):
+            replaced.append(other)
+            continue
+        for name, parameter in named:
+            if other._reduces(parameter):
+                raise HvdError(
+                    f"Rank {other.session.rank}: parameter '{name}' belongs to another "
+                    "GradientReducer, which has others besides, and which its optimizer may keep "
+                    "alive. Close that one first, or leave the parameter out of named_parameters."
+                )
+    for other in replaced:
+        other.close()
 
 
 def _remove_all(*lists: list[Any]) -> None:

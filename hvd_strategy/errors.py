@@ -32,7 +32,10 @@ class DivergenceError(HvdError):
 
 
 class StallError(HvdError):
-    """One or more ranks did not take part within `stall_abort_seconds`."""
+    """One or more ranks did not take part within `stall_abort_seconds`.
+
+    Or, after SIGTERM, within `abort_grace_seconds`. The text says what they did instead.
+    """
 
 
 class HvdTimeoutError(HvdError):

@@ -39,5 +39,7 @@ def add_explanation(session: Session, error: BaseException | None) -> str | None
         if time.monotonic() >= deadline:
             return None
         time.sleep(0.005)
+    if said in str(error) or _UNEXPLAINED in said:
+        return None  # added before; or the failed rank goes on, and others that it ended spoke
     error.args = (f"{error} ({said})", *error.args[1:])
     return said

@@ -24,7 +24,7 @@ from hvd_strategy.errors import HvdError
 from hvd_strategy.roll_call import Patience, namespace
 from hvd_strategy.world import World
 
-__all__ = ["LAUNCHERS", "launch_identity", "store_of_launcher"]
+__all__ = ["LAUNCHERS", "launch_identity", "listen_on_loopback", "store_of_launcher"]
 
 # Their processes have one parent per job and host, whose descendants know each other by it.
 LAUNCHERS = ("openmpi", "mpich", "slurm", "pmix", "horovod")
@@ -72,7 +72,7 @@ def store_of_launcher(world: World, launcher: str, timeout: timedelta, warn_afte
         )
     name = f"\0hvd-meet-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
     if world.rank == 0:
-        listener = _listen_on_loopback()
+        listener = listen_on_loopback()
         port = listener.getsockname()[1]
         store = TCPStore(
             "127.0.0.1",
@@ -91,7 +91,8 @@ def store_of_launcher(world: World, launcher: str, timeout: timedelta, warn_afte
     )
 
 
-def _listen_on_loopback() -> socket.socket:
+def listen_on_loopback() -> socket.socket:
+    """A socket for torch's store, on a port of the kernel's choice."""
     # Left to itself torch's server listens on every interface.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))

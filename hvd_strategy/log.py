@@ -83,9 +83,22 @@ class _Speaker:
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         if digest in self.warned:
             return False
+        if not _shown(record):
+            return True  # to nobody: then another rank, whose output is shown, has to say it
         if len(self.warned) < _MOST_REMEMBERED:
             self.warned.add(digest)
         return self.first_to_say is None or self.first_to_say(digest)
+
+
+def _shown(record: logging.LogRecord) -> bool:
+    """Whether a handler will take the message; programs often silence the ranks other than 0."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    found: list[logging.Handler] = []
+    while logger is not None:
+        found += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    theirs = [handler for handler in found if not isinstance(handler, _SILENT)]
+    return not theirs or any(handler.level <= record.levelno for handler in theirs)
 
 
 _speaker = _Speaker()
@@ -139,9 +152,7 @@ class _LastResort(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         others = [*self._of.handlers, *(logging.getLogger().handlers if self._of.propagate else ())]
-        if any(
-            other is not self and not isinstance(other, logging.NullHandler) for other in others
-        ):
+        if any(not isinstance(other, _SILENT) for other in others):
             return
         line = self.format(record).rstrip() + "\n"
         # Where stderr is closed there is nobody to tell, and no reason to end a training run.
@@ -150,6 +161,10 @@ class _LastResort(logging.Handler):
             # of several ranks, and progress bars, do not mix with parts of it.
             sys.stderr.write(line)
             sys.stderr.flush()
+
+
+# Handlers that do not keep ours from speaking.
+_SILENT = (_LastResort, logging.NullHandler)
 
 
 def get_logger(name: str) -> logging.Logger:

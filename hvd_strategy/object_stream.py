@@ -9,6 +9,8 @@ that can be saved can be sent, and what shared memory before (views, tied weight
 A receiver gets the memory of a storage at the moment when unpickling asks for it, because an
 object's `__setstate__` may look at its tensors. Both sides meet storages in the same order, which
 makes the stream one sequence of bytes that both cut into the same chunks.
+
+The ranks of a job trust each other: what the sender has, the others unpickle.
 """
 
 from __future__ import annotations
@@ -224,7 +226,12 @@ class _Incoming:
             self._owners.clear()
             self._memory.clear()
         while self._broken is None and self._chunk is not None:
-            self._exchange([torch.empty(length, dtype=torch.uint8) for _, _, length in self._chunk])
+            self._exchange(
+                [
+                    torch.empty(length, dtype=torch.uint8, device="cpu")
+                    for _, _, length in self._chunk
+                ]
+            )
         if self._broken is not None:
             raise self._broken
 
@@ -236,7 +243,7 @@ class _Incoming:
                 self._prepare(number)
             targets.append(self._memory[number][start : start + length])
         staged = [
-            target if target.is_cpu else torch.empty_like(target, device="cpu")
+            target if _is_reachable(target) else torch.empty_like(target, device="cpu")
             for target in targets
         ]
         self._exchange(staged)
@@ -318,6 +325,11 @@ def _transfer(session: Session, pieces: Sequence[Tensor], src: int) -> None:
         src,
         session.timeout.total_seconds(),
     )
+
+
+def _is_reachable(memory: Tensor) -> bool:
+    """Whether the engine can write there."""
+    return memory.is_cpu
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Tensor:

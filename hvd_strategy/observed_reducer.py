@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hvd_strategy.arguments import require_kind
 from hvd_strategy.parameter_table import ParameterTable
 
 
@@ -45,6 +46,7 @@ class ObservedReducer:
 
         None when it was not reduced in the last backward, or without `gradient_norms=True`.
         """
+        require_kind(Tensor, "parameter", parameter, "a parameter of the reducer")
         index = None if self._core is None else self._table.index_of(parameter)
         if index is None:
             return None
@@ -53,6 +55,7 @@ class ObservedReducer:
 
     def record_events(self, capacity: int = 100_000) -> None:
         """Keeps the last `capacity` events (fired, posted, started, done) for `events`."""
+        require_kind(int, "capacity", capacity, "a number of events")
         if capacity < 0:
             raise ValueError(f"capacity={capacity} is not accepted: it takes a number of events.")
         if self._core is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,7 @@ class Option:
         if self.type is float:
             # bool is an int to Python, but nobody means 1 second by True.
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = fits and abs(value) <= sys.float_info.max  # an int may be any size
             value = float(value) if fits else value
         elif self.type is timedelta and isinstance(value, (int, float)):
             # The other times are numbers of seconds; so is this one in the environment.
@@ -108,7 +110,7 @@ def _backend(value: str) -> bool:
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-_START_METHODS = ("auto", "popen", "fork", "spawn", "notebook")
+_START_METHODS = ("auto", "popen", "fork", "spawn", "interactive")
 
 _ALL = (
     Option(
@@ -157,7 +159,8 @@ _ALL = (
         30.0,
         _seconds_or_never,
         "a number of seconds, 0 for never",
-        "How long a process may go on after another rank failed before it is ended.",
+        "How long a process may go on after another rank failed before it is ended, and how long a "
+        "wait may go on without progress after SIGTERM.",
     ),
     Option(
         "process_group_backend",

@@ -103,6 +103,11 @@ class ParameterTable:
                     "same model; look for code that depends on the rank."
                 )
 
+    def broadcast(self, named: Named, buffers: dict[str, Tensor]) -> None:
+        """Gives all ranks rank 0's values. Collective."""
+        for _, tensor in [*sorted(named, key=lambda pair: pair[0]), *sorted(buffers.items())]:
+            self._session.broadcast(tensor.detach())
+
     def make_equal(self, named: Named) -> None:
         """Gives all ranks rank 0's values of parameters that came later. Collective.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 # Complex gradients travel as twice as many floats.
 WIRE_NAMES = {
@@ -35,10 +36,22 @@ def unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
         fits = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not fits or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
             raise TypeError(
-                f"named_parameters gave {type(pair).__name__}: it takes pairs of a name and a "
-                "parameter, as model.named_parameters() gives."
+                f"named_parameters gave {type(pair).__name__}, which is not accepted: it takes "
+                "pairs of a name and a parameter, as model.named_parameters() gives."
             )
         name, parameter = pair
+        if is_lazy(parameter):
+            raise ValueError(
+                f"named_parameters gave '{name}', which is not accepted: it takes initialized "
+                "parameters. Run a forward with a sample batch first, so that lazy modules know "
+                "their shapes."
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"named_parameters gave '{name}' on the meta device, which is not accepted: it "
+                "takes parameters with memory. Materialize the model first, with "
+                "model.to_empty(device='cpu') and its initialization."
+            )
         if not parameter.is_leaf:
             raise ValueError(
                 f"'{name}' is not a parameter but the result of a computation: it gets no "

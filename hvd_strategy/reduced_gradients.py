@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_strategy._private_api import set_versions, tensor_version
+from hvd_strategy.arguments import require, require_kind, require_positive
 from hvd_strategy.contribution import Contribution
 from hvd_strategy.gradient_passes import Products, clip_factor, measure, rescale, total_norm
 from hvd_strategy.parameter_table import ParameterTable
@@ -25,6 +26,7 @@ class ReducedGradients:
     _core: Any
     _table: ParameterTable
     _contribution: Contribution
+    _gradient_norms: bool  # whether edits that leave no trace are ruled out
     _rescaled: dict[int, tuple[int, int, Products]]
 
     @property
@@ -80,6 +82,8 @@ class ReducedGradients:
         Returns:
             Whether one of them holds an inf or a nan; the same on all ranks.
         """
+        require_kind(Optimizer, "optimizer", optimizer, "a torch.optim.Optimizer")
+        require_positive("factor", factor)
         numbered = self._chosen(optimizer)
         if self._contribution.unscaled_early:
             factor = 1.0
@@ -89,7 +93,8 @@ class ReducedGradients:
         numbered = [(index, parameter) for index, parameter in numbered if _has_gradient(parameter)]
         gradients = [parameter.grad for _, parameter in numbered if parameter.grad is not None]
         products = rescale(gradients, factor)
-        self._remember(numbered, gradients, products)
+        if self._gradient_norms:
+            self._remember(numbered, gradients, products)
         return not all(finite for _, finite in products)
 
     def scale_kept(self, scale: float) -> None:
@@ -97,6 +102,7 @@ class ReducedGradients:
 
         For gradients that are kept while a loss with a scale adds to them.
         """
+        require_positive("scale", scale)
         if not self._contribution.unscaled_early:
             return
         self._contribution.unscaled_early = False
@@ -111,7 +117,10 @@ class ReducedGradients:
         elif of is None:
             parameters = list(self._table.parameters)
         else:
+            accepts = "an optimizer, parameters, or None for all parameters"
+            require(isinstance(of, Iterable) and not isinstance(of, str), "of", of, accepts)
             parameters = list(of)
+            require(all(isinstance(p, Tensor) for p in parameters), "of", of, accepts)
         if not self.active:
             return [(None, parameter) for parameter in parameters]
         return [(self._table.index_of(parameter), parameter) for parameter in parameters]
@@ -130,7 +139,8 @@ class ReducedGradients:
                     and entry[:2] == (gradient.data_ptr(), tensor_version(gradient))
                 ):
                     known[id(parameter)] = entry[2]
-        return measure(self._core if self.active else None, numbered, known)
+        core = self._core if self.active and self._gradient_norms else None
+        return measure(core, numbered, known)
 
     def _remember(
         self,

@@ -277,7 +277,8 @@ def _store_at(
         timeout.total_seconds() + 5,  # torch's own error says more
         warn_after,
         lambda: (
-            f"rank {world.rank}'s wait for the other ranks at {place} (MASTER_ADDR, MASTER_PORT)"
+            f"rank {world.rank}'s wait for {'the other ranks' if world.rank == 0 else 'rank 0'} at "
+            f"{place} (MASTER_ADDR, MASTER_PORT)"
         ),
     )
     thread = threading.Thread(target=open_store, name="hvd-rendezvous", daemon=True)
@@ -293,7 +294,8 @@ def _store_at(
     if "EADDRINUSE" in str(store):
         hint = "Another job uses this port: choose another MASTER_PORT"
     else:
-        hint = "Check MASTER_ADDR and MASTER_PORT, and whether all ranks are running"
+        who = "all ranks are" if world.rank == 0 else "rank 0 is"
+        hint = f"Check MASTER_ADDR and MASTER_PORT, and whether {who} running"
     raise HvdError(
         f"Rank {world.rank} of {world.size} cannot open the store at {place} "
         f"({first_line(store)}). {hint}."

@@ -19,7 +19,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from hvd_strategy.errors import HvdError, HvdTimeoutError, RankFailedError
 from hvd_strategy.log import get_logger
-from hvd_strategy.witness import Witness, process_record
+from hvd_strategy.witness import Witness, boot_id, process_record
 
 __all__ = ["Patience", "Record", "first_line", "host_record", "namespace", "roll_call"]
 
@@ -71,11 +71,7 @@ class Patience:
 def host_record() -> Record:
     """Where this process runs; ranks with equal `boot` and `net` can reach each other directly."""
     name = socket.gethostname()
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = name
+    boot = boot_id() or name
     return {"host": name, "boot": boot, "net": namespace("net"), **process_record()}
 
 
@@ -110,7 +106,8 @@ def roll_call(
         RankFailedError: A rank has ended, or the store is gone.
     """
     witness = witness or Witness(rank)
-    text = json.dumps({**record, "pid": os.getpid()})
+    witness.meet_at(store)
+    text = json.dumps({"pid": os.getpid(), **record})
     with _store_at_work(what):
         if store.compare_set(f"rank/{rank}", "", text) != text.encode():
             problem = (

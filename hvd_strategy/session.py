@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_strategy import _core, log
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.connect import connect_ranks
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.explanation import add_explanation
@@ -55,6 +56,7 @@ _ELEMENT_NAMES = {
     torch.bool: "bool",
 }
 _OPERATIONS = ("sum", "mean", "min", "max")
+_RECORD = "a list of what JSON can write: numbers, text, True, False, None, lists, dicts"
 # Beyond this the core's nanoseconds would overflow; ten years are never.
 _LONGEST_SECONDS = 10 * 365 * 86400.0
 
@@ -283,9 +285,16 @@ class Session:
         Raises:
             MismatchError: Another rank came with another purpose; raised on every rank, and the
                 session stays usable.
+            TypeError: JSON cannot write the record.
         """
         self._require_open()
-        answers = self.communicator.exchange(json.dumps([purpose, record]).encode(), self._seconds)
+        require_kind(str, "purpose", purpose, "a str")
+        require_kind(list, "record", record, _RECORD)
+        try:
+            line = json.dumps([purpose, record]).encode()
+        except (TypeError, ValueError):  # an object of another class, or a list that holds itself
+            require(False, "record", record, _RECORD)
+        answers = self.communicator.exchange(line, self._seconds)
         told = [json.loads(answer) for answer in answers]
         self._require_same("a collective", "purposes", [other for other, _ in told])
         return [other for _, other in told]
@@ -300,15 +309,33 @@ class Session:
 
         Not collective. The session is at its end afterwards. Does nothing once it is closed.
         """
+        require_kind(str, "text", text, "a str")
         if not self.closed:
             self.core.post_error(f"rank {self.rank} failed: {text}")
+
+    def post_exception(self, error: BaseException) -> str | None:
+        """Tells the other ranks by which exception this one ends. Not collective.
+
+        Unless it comes of another rank's end: then that is what everybody is told. Does nothing
+        once the session is closed.
+
+        Returns:
+            What has been added to the exception's text, see `explanation`.
+        """
+        require_kind(BaseException, "error", error, "an exception")
+        said = add_explanation(self, error)
+        if not self.closed and not isinstance(error, HvdError):
+            self.core.await_culprit()
+        self.post_error(_text_of(error) or "")
+        return said
 
     def set_activity(self, text: str) -> None:
         """Says what this rank is about ("validation"), for the stall reports of the others.
 
         They print it when they wait for this rank for long. Stands until the next call; takes well
-        under a microsecond. At most 190 bytes are kept.
+        under a microsecond. At most 190 bytes are kept. Does nothing once the session is closed.
         """
+        require_kind(str, "text", text, "a str")
         if not self.closed:
             self.core.set_activity(text)
 
@@ -333,8 +360,7 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            add_explanation(self, error)
-            self.post_error(_text_of(error) or "")
+            self.post_exception(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -349,6 +375,7 @@ class Session:
             )
 
     def _require_rank(self, src: int) -> None:
+        require_kind(int, "src", src, f"a rank from 0 to {self.size - 1}")
         if not 0 <= src < self.size:
             raise ValueError(
                 f"src={src!r} is not accepted: it takes a rank from 0 to {self.size - 1}."
@@ -382,15 +409,17 @@ class Session:
 
 
 def _require_dense_on_cpu(tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(tensor).__name__}.")
+    require_kind(torch.Tensor, "tensor", tensor, "a dense torch.Tensor on the CPU")
     if not tensor.is_cpu:
         raise HvdError(
-            f"The tensor is on {tensor.device}: GPUs and other devices are not supported yet. Move "
-            "it to the CPU first."
+            f"The tensor is on {tensor.device}, which is not accepted: it takes a dense "
+            "torch.Tensor on the CPU. GPUs and other devices are not supported yet."
         )
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a dense tensor is needed, not one of layout {tensor.layout}.")
+        raise TypeError(
+            f"tensor of layout {tensor.layout} is not accepted: it takes a dense torch.Tensor on "
+            "the CPU."
+        )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -474,7 +503,8 @@ def open_session(
             after ten times this time; 60 by default, 0 for never.
         stall_abort_seconds: After this time such a wait is an error; 1800 by default, 0 for never.
         abort_grace_seconds: How long this process may go on after another rank failed before it is
-            ended; 30 by default, 0 for ever.
+            ended, and how long a wait may go on without progress after SIGTERM; 30 by default, 0
+            for ever.
         process_group_backend: Backend of torch.distributed's default group where that does not
             exist yet: "auto" (Gloo), "gloo", "nccl", or pairs such as "cpu:gloo,cuda:nccl".
         address: Host and port where the ranks meet, for callers that know better than MASTER_ADDR
@@ -490,6 +520,13 @@ def open_session(
             given here.
         HvdTimeoutError: Ranks are missing at the deadline.
     """
+    require(world is None or isinstance(world, World), "world", world, "a hvd_strategy.world.World")
+    require(
+        address is None or _is_address(address),
+        "address",
+        address,
+        'a pair of host and port, such as ("127.0.0.1", 29500)',
+    )
     given = {
         "timeout": timeout,
         "stall_warning_seconds": stall_warning_seconds,
@@ -528,6 +565,14 @@ def open_session(
             atexit.register(_close_at_exit)
             _process.closes_at_exit = True
         return session
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, (tuple, list)) or len(address) != 2:
+        return False
+    host, port = address
+    known = isinstance(host, str) and host != ""
+    return known and isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
 
 
 def _require_fitting(live: Session, world: World | None, given: dict[str, Any]) -> None:
@@ -573,10 +618,9 @@ def _close_at_exit() -> None:
     error = _exit_exception()
     if error is not None:
         with contextlib.suppress(Exception):
-            said = add_explanation(session, error)
+            said = session.post_exception(error)
             if said is not None and _is_printed(error):
-                print(f"hvd_strategy: rank {session.rank}: {said}", file=sys.stderr)
-            session.post_error(_text_of(error) or "")
+                print(f"hvd_strategy: [rank {session.rank}] {said}", file=sys.stderr)
     session.close()
 
 

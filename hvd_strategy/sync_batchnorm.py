@@ -82,6 +82,8 @@ class SyncBatchNorm(_Base):
         HvdError: The session is at its end; see there.
     """
 
+    _converted_from: type[nn.Module]  # class of a layer that `convert_sync_batchnorm` changed
+
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  torch's name
         if input.dim() < 2:
             raise ValueError(

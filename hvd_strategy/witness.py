@@ -5,6 +5,9 @@ be waited for until the deadline, which may be half an hour. From the first meet
 knows the process of every other one, and looks at it while it waits.
 
 Only ranks that can be seen count: those of this host and of this namespace of process ids.
+
+The first to see it says in the job's store who has ended, and leaves. So whoever looks later blames
+the same rank, and not one that has left for that reason.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
 from hvd_strategy.errors import RankFailedError
 
-__all__ = ["Witness", "process_record"]
+__all__ = ["Witness", "boot_id", "process_record"]
 
 
 def process_record() -> dict[str, Any]:
@@ -37,8 +42,14 @@ class Witness:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._own = process_record()
-        self._boot = _boot_id()
+        self._boot = boot_id()
         self._known: dict[int, tuple[int, str]] = {}
+        self._store: Store | None = None
+
+    def meet_at(self, store: Store) -> None:
+        """Takes the first store that it is given, which has to be the same on all ranks."""
+        if self._store is None:
+            self._store = store
 
     def learn(self, rank: int, record: dict[str, Any]) -> None:
         """Takes up the record of a rank: that of its host and of its process."""
@@ -62,13 +73,26 @@ class Witness:
         if found is None:
             return None
         rank, pid = found
-        return RankFailedError(
-            f"rank {self._rank} cannot go on: rank {rank} (pid {pid}) ended during {what}; look at "
-            "what it printed last."
-        )
+        text = f"rank {rank} (pid {pid}) ended during {what}; look at what it printed last."
+        try:
+            if self._store is not None:
+                text = self._store.compare_set("ended", "", text).decode()
+        except DistError:
+            pass  # the store has ended as well, with rank 0
+        return RankFailedError(f"rank {self._rank} cannot go on: {text}")
+
+    def blamed(self) -> str | None:
+        """What the first rank that saw an end has said of it."""
+        try:
+            if self._store is not None and self._store.check(["ended"]):
+                return self._store.get("ended").decode()
+        except DistError:
+            pass
+        return None
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """The same for all processes of a machine until it is started again; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -28,6 +28,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.errors import HvdError
 
 __all__ = ["World", "detect_world"]
@@ -51,6 +52,7 @@ class World:
 
     Raises:
         HvdError: The numbers contradict each other.
+        TypeError: They are no numbers.
     """
 
     rank: int
@@ -61,6 +63,9 @@ class World:
     launcher: str = field(default="explicit", compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("rank", "size", "local_rank", "local_size", "node_rank"):
+            require_kind(int, name, getattr(self, name), "a whole number")
+        require_kind(str, "launcher", self.launcher, "a name")
         fits = (
             0 <= self.rank < self.size
             and 0 <= self.local_rank < self.local_size <= self.size
@@ -95,7 +100,14 @@ def detect_world(environ: Mapping[str, str] | None = None) -> World:
 
     Raises:
         HvdError: A variable is malformed, or variables contradict each other.
+        TypeError: `environ` is no mapping of text to text.
     """
+    require(
+        environ is None or isinstance(environ, Mapping),
+        "environ",
+        environ,
+        "a mapping of names to text, as os.environ is",
+    )
     variables = _Variables(os.environ if environ is None else environ)
     for source in _SOURCES:
         found = source(variables)
@@ -115,7 +127,11 @@ class _Variables:
         return all(self.text(name) for name in names)
 
     def text(self, name: str) -> str | None:
-        return (self._environ.get(name) or "").strip() or None
+        value = self._environ.get(name)
+        require(
+            value is None or isinstance(value, str), f"environ[{name!r}]", value, "text, or nothing"
+        )
+        return (value or "").strip() or None
 
     def number(self, name: str, least: int = 0) -> int | None:
         text = self.text(name)

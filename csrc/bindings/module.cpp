@@ -122,7 +122,8 @@ NB_MODULE(_core, module) {
         return results;
       },
       nb::arg("pieces"), nb::arg("factor"),
-      "Multiplies pieces of memory, given as (address, elements, dtype), in one pass; with a factor "
+      "Multiplies pieces of memory, given as (address, elements, dtype), in one pass; with a "
+      "factor "
       "of 1 they are only read. Returns (sum of squares, all finite) of each result.");
   hvd::bind_session(module);
   hvd::bind_reducer(module);

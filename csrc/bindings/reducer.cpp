@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <thread>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/tensor_view.h"
@@ -87,7 +88,8 @@ struct HookState {
   // Called with (index, parameter, gradient) for a gradient that the core cannot take as it is;
   // returns one that it can, or None when the front reduces it itself, or raises.
   nb::object on_mismatched;
-  nb::object on_intruder;  // called for a gradient of a backward in another thread; raises
+  // Called with the index when a gradient comes in another thread; raises if that is a user's.
+  nb::object on_intruder;
   // Called with (index, parameter) when another hook has taken the gradient away; may raise.
   nb::object on_nothing;
   bool local = false;  // no_sync: gradients stay where they are
@@ -224,8 +226,9 @@ struct HookState {
       begun = true;
       thread = std::this_thread::get_id();
     } else if (thread != std::this_thread::get_id()) {
-      intruded = true;
+      const bool before = std::exchange(intruded, true);
       on_intruder(index);
+      intruded = before;  // it was autograd's own: the innermost of deeply nested backwards
     }
     if (!held[index]) {
       if (!reducer->planned(index) || !is_last_hook(index) ||

@@ -218,6 +218,10 @@ void bind_session(nb::module_& module) {
             session.control().post_failure(ErrorKind::rank_failed, text);
           },
           nb::arg("text"), "Makes every waiting call of every rank raise RankFailedError.")
+      .def(
+          "await_culprit", [](Session& session) { session.control().await_culprit(); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Gives the watch the time to tell of another rank's end, where there are signs of it.")
       .def("failure",
            [](Session& session) -> std::optional<std::string> {
              const Failure* failure = session.control().failure();
@@ -230,9 +234,6 @@ void bind_session(nb::module_& module) {
       .def(
           "request_stop", [](Session& session) { session.control().request_stop(); },
           "Asks for the end of this run, after the same point on all ranks.")
-      .def(
-          "stop_requested", [](Session& session) { return session.control().stop_requested(); },
-          "Whether any rank has asked for the end of this run.")
       .def(
           "pass_point", [](Session& session) { return session.control().pass_point(); },
           "Comes to the next point of the run; False: it ends here, on all ranks. Never waits.")

@@ -1,5 +1,6 @@
 #include "control/host_control_plane.h"
 
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -28,6 +29,9 @@ constexpr uint64_t kControlKey = 0;
 // A failure that another rank tells is printed when no call has raised it by then.
 constexpr uint64_t kPrintAfterNs = 500'000'000u;
 constexpr int kTickMs = 100;
+// See await_culprit. The first is a little more than it takes until something is printed.
+constexpr uint64_t kSignsNs = kPrintAfterNs + 300'000'000u;
+constexpr uint64_t kNoSignsNs = 20'000'000u;
 // A rank that learns late of a failure, because it was stopped, still gets this time to raise it.
 constexpr uint64_t kLeastGraceNs = 1'000'000'000u;
 // A nap that takes longer than this beyond its time: the process itself was stopped.
@@ -53,7 +57,7 @@ struct alignas(64) RankCell {
 struct ControlPage {
   std::atomic<uint32_t> magic{0};
   std::atomic<int32_t> first_failure{0};   // 1 + the rank whose cell tells; set once
-  std::atomic<uint64_t> stop_asked_ns{0};  // when a rank last asked for the end of a run
+  std::atomic<uint64_t> stop_asked_ns{0};  // when the end of a run was asked for
   alignas(64) std::atomic<uint64_t> stop_line{0};
   // Digests of the texts that some rank has printed for all: an open hash table, 0 = free entry.
   std::atomic<uint64_t> said[kSaidEntries] = {};
@@ -273,6 +277,24 @@ void HostControlPlane::post_failure_of(int culprit, ErrorKind kind, const std::s
   }
 }
 
+void HostControlPlane::await_culprit() {
+  const uint64_t began = now_ns();
+  for (bool signs = false; usable() && now_ns() - began < (signs ? kSignsNs : kNoSignsNs);) {
+    // What a call has raised, or the watch has printed, has been told.
+    if (failure_raised_.load(std::memory_order_relaxed) || failure_printed_.load()) return;
+    const Failure* known = failure();
+    if (known != nullptr && known->rank == rank_) return;
+    signs = known != nullptr;
+    for (int peer = 0; peer < size_ && !signs; ++peer) {
+      const Descriptor& socket = mesh_.sockets[static_cast<size_t>(peer)];
+      if (peer == rank_ || !socket || has_left(peer)) continue;
+      pollfd entry{socket.get(), POLLRDHUP, 0};
+      signs = ::poll(&entry, 1, 0) > 0;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
 bool HostControlPlane::has_left(int rank) const {
   return usable() && page_->cells[rank].state.load(std::memory_order_acquire) == kLeft;
 }
@@ -290,9 +312,9 @@ void HostControlPlane::begin_run() {
 }
 
 void HostControlPlane::request_stop() {
-  if (!usable()) return;
-  // Before the line is closed: whoever sees it closed measures from here or from later.
-  page_->stop_asked_ns.store(now_ns(), std::memory_order_release);
+  // The first request counts: a launcher may repeat it, and waits for no one longer for that.
+  if (!usable() || stop_line_->closed()) return;
+  page_->stop_asked_ns.store(now_ns(), std::memory_order_relaxed);
   stop_line_->close();
 }
 
@@ -354,8 +376,8 @@ void HostControlPlane::on_peer_gone(int rank, const std::string& how) {
                           (pid > 0 ? " (pid " + std::to_string(pid) + ") " : " ") + how +
                           " without leaving the job";
   print_line(rank_, who + "; look at what it printed last");
-  failure_printed_ = true;
   post_failure_of(rank, ErrorKind::rank_failed, who);
+  failure_printed_ = true;  // only now: whoever waits for it goes on to tell of itself
   notice_failure();
 }
 
@@ -389,6 +411,7 @@ int HostControlPlane::on_tick() {
   // The main thread sits somewhere that we cannot interrupt and that will never return.
   print_line(rank_, "no call has returned to the engine for " + in_seconds(grace) +
                         " (abort_grace_seconds) after that failure; ending this process");
+  kill_forked_children(mesh_.pids);
   _exit(1);
 }
 
@@ -474,7 +497,7 @@ void HostControlPlane::check_limits(const Wait& settings, const std::vector<int>
   if (settings_.abort_grace_ns != 0 && stop_requested()) {
     // Whoever sends SIGTERM does not wait for long. The ranks still get the time to come to the
     // end of their batch.
-    const uint64_t asked = page_->stop_asked_ns.load(std::memory_order_acquire);
+    const uint64_t asked = page_->stop_asked_ns.load(std::memory_order_relaxed);
     const uint64_t since = std::max(asked, waited->last_progress);
     if (now > since && now - since >= settings_.abort_grace_ns) {
       give_up(ErrorKind::stall, "gave up, because the job was asked to end and nothing moved for " +

@@ -70,6 +70,10 @@ class HostControlPlane final : public ControlPlane {
   bool first_to_say(uint64_t digest);
   // Time that calls of wait() spent without progress, waiting for other ranks, since the start.
   uint64_t waited_ns() const { return waited_ns_.load(std::memory_order_relaxed); }
+  // Before this rank blames itself for an exception that may come of another rank's end (a broken
+  // connection of torch.distributed, say): where there are signs of one, waits until the watch has
+  // told of it, but not for long.
+  void await_culprit();
 
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
@@ -124,10 +128,10 @@ class HostControlPlane final : public ControlPlane {
   std::mutex failure_mutex_;
   std::unique_ptr<Failure> failure_;  // cached copy of the page's, guarded
   std::atomic<bool> failure_cached_{false};
-  std::atomic<bool> failure_raised_{false};  // some call of this process has thrown it
-  uint64_t failed_at_ = 0;                   // of the watch thread: when the grace began
-  uint64_t noticed_at_ = 0;                  // of the watch thread: when it learned of the failure
-  bool failure_printed_ = false;             // of the watch thread
+  std::atomic<bool> failure_raised_{false};   // some call of this process has thrown it
+  uint64_t failed_at_ = 0;                    // of the watch thread: when the grace began
+  uint64_t noticed_at_ = 0;                   // of the watch thread: when it learned of the failure
+  std::atomic<bool> failure_printed_{false};  // by the watch thread
 
   std::mutex mailbox_mutex_;
   std::vector<std::map<uint64_t, Descriptor>> mailbox_;  // by sender: memory not yet asked for

@@ -15,8 +15,9 @@ namespace hvd {
 // one in front needs them; nobody passes the next. Both are changes of the same word, so either
 // the point counted or the run was closed before, on all ranks alike.
 //
-// The word is all there is to agree on, and a single atomic has one order of changes that all see:
-// nothing else is read on the strength of it, so no stronger order than relaxed is needed.
+// For where a run ends the word is all there is to agree on, and a single atomic has one order of
+// changes that all see: no stronger order than relaxed is needed. Only closing releases what was
+// written before (when it was asked for), to those who see it closed.
 class StopLine {
  public:
   explicit StopLine(std::atomic<uint64_t>* word) : word_(word) {}
@@ -34,13 +35,16 @@ class StopLine {
     for (;;) {
       if (run_of(seen) > run || (run_of(seen) == run && is_closed(seen))) return;
       const uint64_t closed = make(run, run_of(seen) == run ? point_of(seen) : 0) | kClosed;
-      if (word_->compare_exchange_weak(seen, closed, std::memory_order_relaxed)) return;
+      if (word_->compare_exchange_weak(seen, closed, std::memory_order_release,
+                                       std::memory_order_relaxed)) {
+        return;
+      }
     }
   }
 
   // Whether the run is to end.
   bool closed() const {
-    const uint64_t seen = word_->load(std::memory_order_relaxed);
+    const uint64_t seen = word_->load(std::memory_order_acquire);
     return run_of(seen) == run_.load(std::memory_order_relaxed) && is_closed(seen);
   }
 

@@ -100,10 +100,11 @@ FlushRecord FlushRecord::decode(const std::string& bytes) {
   record.parameters = header.parameters;
   record.present = reader.take_bits(header.present_bits);
   record.posted = reader.take_bits(header.posted_bits);
+  // Taken before memory is asked for: the number may be anything.
+  const char* arrivals = reader.take(header.arrivals * sizeof(uint32_t));
   record.arrivals.resize(header.arrivals);
   if (header.arrivals != 0) {
-    std::memcpy(record.arrivals.data(), reader.take(header.arrivals * sizeof(uint32_t)),
-                header.arrivals * sizeof(uint32_t));
+    std::memcpy(record.arrivals.data(), arrivals, header.arrivals * sizeof(uint32_t));
   }
   record.text.assign(reader.take(header.text_bytes), header.text_bytes);
   return record;

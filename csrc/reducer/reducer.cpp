@@ -83,10 +83,10 @@ std::vector<uint32_t> Reducer::free_slots() const {
 
 void Reducer::set_contribution(const Contribution& contribution) {
   const bool begun = !taken_.empty() || exchanged_;
-  if (begun && (contribution.pre != contribution_.pre ||
-                contribution.weight != contribution_.weight ||
-                contribution.scale != contribution_.scale ||
-                contribution.unscale != contribution_.unscale)) {
+  if (begun &&
+      (contribution.pre != contribution_.pre || contribution.weight != contribution_.weight ||
+       contribution.scale != contribution_.scale ||
+       contribution.unscale != contribution_.unscale)) {
     throw Error(ErrorKind::error, "the weight and scale of gradients cannot change in a backward");
   }
   contribution_ = contribution;

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvd_strategy.lightning.monitor import Monitor as HvdMonitor
     from hvd_strategy.lightning.strategy import DataParallelStrategy
     from hvd_strategy.lightning.strategy import DataParallelStrategy as HvdStrategy
 
-__all__ = ["HvdStrategy", "strategy_class"]
+__all__ = ["HvdMonitor", "HvdStrategy", "strategy_class"]
 
 _LAUNCHERS = ("ScriptLauncher", "MultiProcessingLauncher", "NotebookLauncher")
 
@@ -43,6 +44,14 @@ def built_class(tree: str, name: str) -> Any:
     """
     if name == "HvdStrategy":
         return strategy_class(tree)
+    if name == "HvdMonitor":
+        from hvd_strategy.lightning.monitor import monitor_class
+
+        return monitor_class(tree)
+    if name == "SyncBatchNormPlugin":
+        from hvd_strategy.lightning.layer_sync import plugin_class
+
+        return plugin_class(tree)
     if name == "LauncherEnvironment":
         from hvd_strategy.lightning.environment import environment_class
 

@@ -18,7 +18,7 @@ from hvd_strategy.lightning.data_shards import DataShards
 from hvd_strategy.lightning.logged_metrics import LoggedMetrics
 from hvd_strategy.lightning.metric_states import MetricStates
 from hvd_strategy.lightning.replacements import Replacements
-from hvd_strategy.lightning.skipped_steps import SkippedSteps, accepting_skipped
+from hvd_strategy.lightning.step_votes import StepVotes, accepting_skipped
 from hvd_strategy.session import Session
 
 
@@ -50,7 +50,7 @@ class Attachments:
             self._replacements.before(loop, method, self._data.compare_draws, end_epoch)
 
     def attach_to_fit(
-        self, trainer: Any, broadcast_buffers: Callable[[], None], skips: SkippedSteps
+        self, trainer: Any, broadcast_buffers: Callable[[], None], votes: StepVotes
     ) -> None:
         """Adds what only a fit needs.
 
@@ -59,7 +59,7 @@ class Attachments:
             broadcast_buffers: makes the buffers equal. Called before any callback can look at the
                 model: at the start of a validation, at the end of an epoch and of the training, and
                 where the contents of a checkpoint are collected.
-            skips: what this rank does when a training step returns None.
+            votes: what this rank tells the others with its gradients.
         """
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         before, around = self._replacements.before, self._replacements.around
@@ -71,10 +71,12 @@ class Attachments:
         before(lightning_checkpoint_connector(trainer), "dump_checkpoint", broadcast_buffers)
 
         def automatic_step(run: Callable[..., Any], *args: Any) -> Any:
+            votes.begin_batch()
             self._metrics.begin_step()
             output = run(*args)
-            skips.join()
-            self._metrics.end_step(skips.skipped)
+            # Where the user's code called the closure without stepping.
+            votes.join(self.has_logged)
+            self._metrics.end_step(votes.skipped, votes.logged)
             return output
 
         def manual_step(run: Callable[..., Any], *args: Any) -> Any:
@@ -88,6 +90,16 @@ class Attachments:
         self._replacements.put(automatic, "output_result_cls", accepting)
         around(automatic, "run", automatic_step)
         around(epoch.manual_optimization, "run", manual_step)
+
+    @property
+    def has_logged(self) -> bool:
+        """Whether this rank has logged, in the running step, what the ranks bring together."""
+        return self._metrics.has_logged
+
+    @property
+    def sampler_seed(self) -> int:
+        """What samplers of all ranks start from."""
+        return self._data.seed
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Looks whether the ranks read data of their own. Collective."""

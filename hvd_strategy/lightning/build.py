@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 from hvd_strategy.lightning.class_tree import class_tree
+from hvd_strategy.lightning.plugin_arguments import require_devices, require_plugin
 from hvd_strategy.lightning.strategy import DataParallelStrategy
 
 
@@ -48,8 +49,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             precision_plugin: the precision. Usually given to the Trainer.
             start_method: how ranks come into being that no launcher has started: "popen" runs the
                 script once per rank, "fork" and "spawn" start processes with multiprocessing,
-                "notebook" starts fresh interpreters and sends them the work; "auto" (the default)
-                is "popen", and "notebook" in notebooks and other interactive sessions.
+                "interactive" starts fresh interpreters and sends them the work; "auto" (the
+                default) is "popen", and "interactive" in notebooks and other interactive sessions.
             bucket_cap_mb: gradients are reduced in buckets of at most this size, in MiB (25).
             timeout: deadline of a collective (30 minutes).
             stall_warning_seconds: after this time a wait prints which ranks are missing (60; 0 for
@@ -57,7 +58,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             stall_abort_seconds: after this time a wait for missing ranks is an error (1800; 0 for
                 never).
             abort_grace_seconds: how long a process may go on after another rank failed before it is
-                ended (30; 0 for ever).
+                ended, and how long a wait may go on without progress after SIGTERM (30; 0 for
+                ever).
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).
@@ -89,7 +91,7 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             checkpoint_io: CheckpointIO | None = None,
             precision_plugin: Precision | None = None,
             *,
-            start_method: Literal["auto", "popen", "fork", "spawn", "notebook"] | None = None,
+            start_method: Literal["auto", "popen", "fork", "spawn", "interactive"] | None = None,
             bucket_cap_mb: float | None = None,
             timeout: timedelta | None = None,
             stall_warning_seconds: float | None = None,
@@ -106,6 +108,25 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             broadcast_buffers: bool | None = None,
             ddp_comm_hook: object | None = None,
         ) -> None:
+            require_plugin(
+                "accelerator",
+                accelerator,
+                Accelerator,
+                "setup_device",
+                "Trainer(accelerator='cpu') takes names",
+            )
+            require_devices(parallel_devices)
+            require_plugin(
+                "cluster_environment", cluster_environment, ClusterEnvironment, "global_rank"
+            )
+            require_plugin("checkpoint_io", checkpoint_io, CheckpointIO, "save_checkpoint")
+            require_plugin(
+                "precision_plugin",
+                precision_plugin,
+                Precision,
+                "optimizer_step",
+                "Trainer(precision='16-mixed') takes names",
+            )
             self._take_options(
                 ddp_comm_hook,
                 not_needed={

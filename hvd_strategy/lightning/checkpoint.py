@@ -22,6 +22,7 @@ from hvd_strategy._private_api import (
 from hvd_strategy.checkpoint import is_local, write_atomically
 from hvd_strategy.errors import HvdError, MismatchError
 from hvd_strategy.lightning.class_tree import class_tree
+from hvd_strategy.lightning.replacements import Replacements
 from hvd_strategy.object_stream import text_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ else:
 class AtomicCheckpointIO(_Base):
     """What writes and reads files where the user has given no CheckpointIO.
 
-    Lightning's own makes two copies of the file in memory, writes it to the folder for temporary
-    files and moves it, which is no single step between two file systems.
+    Lightning's own builds the whole file in memory, writes it to the folder for temporary files and
+    moves it, which is no single step between two file systems, and leaves it in the system's cache.
     """
 
     @override
@@ -67,15 +68,13 @@ def same_checkpoints(trainer: Any) -> Iterator[None]:
         trainer: The Trainer that is about to run.
     """
     choice = _Choice(trainer)
-    restore = [
-        replace_lightning_checkpoint_choice(trainer, choice.select, choice.resume),
-        choice.restore_callbacks,
-    ]
+    replacements = Replacements()
+    replace_lightning_checkpoint_choice(replacements, trainer, choice.select, choice.resume)
     try:
         yield
     finally:
-        for function in restore:
-            function()
+        replacements.detach()
+        choice.detach_callbacks()
 
 
 class _Choice:
@@ -85,7 +84,7 @@ class _Choice:
         self._trainer = trainer
         self._request: str | None = None
         self._failure: Exception | None = None
-        self._restore_callbacks: list[Callable[[], None]] = []
+        self._callbacks = Replacements()
 
     def select(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of Lightning's search, which happens before there is a session.
@@ -133,15 +132,14 @@ class _Choice:
         original(path, **kwargs)
 
     def _monitor_alike(self) -> None:
-        self.restore_callbacks()
+        self.detach_callbacks()
         broadcast = self._trainer.strategy.broadcast
         for callback in self._trainer.checkpoint_callbacks:
-            restore = replace_lightning_monitor_candidates(callback, broadcast)
-            self._restore_callbacks.append(restore)
+            replace_lightning_monitor_candidates(self._callbacks, callback, broadcast)
 
-    def restore_callbacks(self) -> None:
-        while self._restore_callbacks:
-            self._restore_callbacks.pop()()
+    def detach_callbacks(self) -> None:
+        """Lets the callbacks decide by themselves again."""
+        self._callbacks.detach()
 
 
 __all__ = ["AtomicCheckpointIO", "checkpoint_io_class", "same_checkpoints"]

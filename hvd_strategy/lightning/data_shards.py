@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -32,9 +33,10 @@ from torch.utils.data import (
 
 from hvd_strategy._private_api import (
     drawn_by_wrapper,
-    lightning_data_connector,
     lightning_train_loaders,
+    replace_lightning_loader_preparation,
     requires_distributed_sampler,
+    wraps_a_sampler,
 )
 from hvd_strategy.errors import MismatchError
 from hvd_strategy.lightning.class_tree import ClassTree
@@ -51,17 +53,22 @@ class DataShards:
         trainer: the Trainer, set up.
         session: the ranks, more than one.
         tree: the Lightning package of the Trainer.
+
+    Attributes:
+        seed: what samplers of all ranks start from.
     """
 
     def __init__(self, trainer: Any, session: Session, tree: ClassTree) -> None:
         self._trainer = trainer
         self._session = session
         self._tree = tree
+        # Rank 0's: ranks may have seeded themselves differently. As of Lightning's samplers.
+        own_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.seed = session.broadcast_object(own_seed)
         self._drawn: list[str] = []  # digests of what was drawn and not compared yet
         self._saw_a_batch = False
         self._replacements = Replacements()
-        connector = lightning_data_connector(trainer)
-        self._replacements.around(connector, "_prepare_dataloader", self._prepare)
+        replace_lightning_loader_preparation(self._replacements, trainer, self._prepare)
 
     def detach(self) -> None:
         """Gives the Trainer its own functions back. Idempotent."""
@@ -118,31 +125,31 @@ class DataShards:
         self, original: Callable[..., Any], loader: Any, shuffle: bool, mode: Any
     ) -> object:
         predicting = self._tree.pytorch_name("trainer.states", "RunningStage").PREDICTING
-        if mode != predicting and self._is_to_be_split(loader):
-            # Of a loader that was given a batch sampler, Lightning does not know the sampler.
-            if loader.batch_size is None and _has_unknown_sampler(loader.batch_sampler):
-                return self._split_batches(loader)
+        given = _batch_sampler_given_to(loader)
+        if (
+            given is None
+            or mode == predicting
+            or not requires_distributed_sampler(self._trainer, loader)
+        ):
+            prepared = original(loader, shuffle=shuffle, mode=mode)
+        elif isinstance(getattr(given, "sampler", None), DistributedSampler):
+            return loader  # split by the user
+        elif _is_lost_on_lightning(given):
+            return self._split_batches(loader)
+        else:
             try:
                 prepared = original(loader, shuffle=shuffle, mode=mode)
             except TypeError:
-                if loader.batch_size is not None or loader.batch_sampler is None:
-                    raise
                 # It cannot be made anew with another sampler.
                 return self._split_batches(loader)
-        else:
-            prepared = original(loader, shuffle=shuffle, mode=mode)
-        wrapper = self._tree.fabric_name("utilities.distributed", "DistributedSamplerWrapper")
-        for owner in (prepared, getattr(prepared, "batch_sampler", None)):
+        for owner in (getattr(prepared, "batch_sampler", None), prepared):
             sampler = getattr(owner, "sampler", None)
-            if type(sampler) is wrapper:
+            if isinstance(sampler, DistributedSampler) and wraps_a_sampler(
+                self._tree.fabric, sampler
+            ):
                 self._draw_alike(sampler)
                 break
         return prepared
-
-    def _is_to_be_split(self, loader: Any) -> bool:
-        return isinstance(loader, DataLoader) and requires_distributed_sampler(
-            self._trainer, loader
-        )
 
     def _draw_alike(self, wrapper: Any) -> None:
         wrapper.shuffle = False  # the order is the user's sampler's
@@ -157,9 +164,8 @@ class DataShards:
 
     def _split_batches(self, loader: Any) -> Any:
         split = copy.copy(loader)
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as of Lightning's samplers
         share = (self._session.rank, self._session.size)
-        batches = SplitBatches(loader.batch_sampler, *share, seed, self._note)
+        batches = SplitBatches(loader.batch_sampler, *share, self.seed, self._note)
         # A DataLoader refuses that another one is set; this copy is not in use yet.
         vars(split)["batch_sampler"] = batches
         return split
@@ -244,10 +250,17 @@ def seeded(seed: int) -> Generator[None, None, None]:
             numpy.random.set_state(numpy_state)
 
 
-def _has_unknown_sampler(batches: Any) -> bool:
+def _batch_sampler_given_to(loader: Any) -> Any:
+    """The batch sampler that a DataLoader was made with, None where it made its own or has none."""
+    is_given = isinstance(loader, DataLoader) and loader.batch_size is None
+    return loader.batch_sampler if is_given else None
+
+
+def _is_lost_on_lightning(batches: Any) -> bool:
+    """Whether Lightning would drop the batch sampler, or the sampler in it, without a word."""
     sampler = getattr(batches, "sampler", None)
-    known = (RandomSampler, SequentialSampler, DistributedSampler)
-    return batches is not None and sampler is not None and not isinstance(sampler, known)
+    known = sampler is None or isinstance(sampler, (RandomSampler, SequentialSampler))
+    return type(batches) is BatchSampler or not known
 
 
 def _digest_of_batch(batch: Any) -> str | None:

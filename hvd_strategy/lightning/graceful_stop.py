@@ -12,13 +12,24 @@ next one. That takes one look at a word of shared memory per batch, and nobody w
 
 While evaluating, ranks may have different numbers of batches, so there a rank that receives SIGTERM
 ends by itself, as with Lightning; the others are told through the error that it posts.
+
+The signal by which SLURM announces the end of a job is agreed on in the same way: the checkpoint,
+which all ranks have to save together, is saved at that point. Lightning would save it inside the
+signal handler, where one rank may be in the middle of a collective that another never reaches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hvd_strategy._private_api import lightning_sigterm_flag, replace_lightning_sigterm
+import torch
+
+from hvd_strategy._private_api import (
+    lightning_sigterm_flag,
+    replace_lightning_requeue,
+    replace_lightning_sigterm,
+)
+from hvd_strategy.lightning.replacements import Replacements
 from hvd_strategy.log import get_logger
 from hvd_strategy.session import Session
 
@@ -43,9 +54,14 @@ class GracefulStop:
         self._sigterm_exception = sigterm_exception
         self._signalled = False
         self._agreed = False
+        self._requeue_signal: int | None = None
         session.core.begin_run()
-        self._restore, self._looks_between = replace_lightning_sigterm(
-            trainer, self._on_sigterm, self._between_batches
+        self._replacements = Replacements()
+        self._looks_between = replace_lightning_sigterm(
+            self._replacements, trainer, self._on_sigterm, self._between_batches
+        )
+        self._requeue = replace_lightning_requeue(
+            self._replacements, trainer, self._on_requeue_signal
         )
 
     @property
@@ -55,7 +71,7 @@ class GracefulStop:
 
     def detach(self) -> None:
         """Gives the Trainer its own functions back. Idempotent."""
-        self._restore()
+        self._replacements.detach()
 
     def on_batch_start(self) -> None:
         """To be called at the start of every training batch, on all ranks."""
@@ -68,14 +84,37 @@ class GracefulStop:
         Lightning's loops end after the running batch, or epoch, when they find the flag set here.
         """
         if not self._agreed and not self._session.core.pass_point():
-            self._agreed = True
-            lightning_sigterm_flag(self._trainer).received_sigterm = True
+            self._meet()
+        # Also when the answer is no: a rank that was signalled in a validation that has ended since
+        # must not end by itself now.
+        lightning_sigterm_flag(self._trainer).received_sigterm = self._agreed
         return self._agreed
+
+    def _meet(self) -> None:
+        """Agrees on what was asked for. All ranks are at the same point, so they can wait."""
+        asked = torch.tensor([float(self._signalled), float(self._requeue_signal or 0)])
+        signalled, requeue = self._session.allreduce(asked, "max").tolist()
+        if requeue:
+            self._requeue_signal = None
+            self._requeue(int(requeue), None)
+        if signalled:
+            self._agreed = True
+            return
+        # Nobody is left in the old run, so a new one can begin; a signal that came meanwhile asked
+        # for the end of the old one.
+        self._session.core.begin_run()
+        if self._signalled or self._requeue_signal:
+            self._session.core.request_stop()
 
     def _between_batches(self) -> None:
         self._session.set_activity("the loading of a batch")
         if self.reach_point():
             raise self._sigterm_exception
+
+    def _on_requeue_signal(self, signum: int, _: Any) -> None:
+        self._requeue_signal = int(signum)
+        if not self._session.closed:
+            self._session.core.request_stop()
 
     def _on_sigterm(self, signum: int, _: Any) -> None:
         """Runs in the main thread, between any two instructions or inside a wait of the engine."""

@@ -60,7 +60,7 @@ class _ScriptJob:
                 f"This script has started its other ranks already, and {len(ended)} of "
                 f"{len(self._processes)} have ended (pid {', '.join(map(str, ended))}), so the "
                 "Trainer cannot run again. Either all ranks run the whole script, or it starts "
-                'ranks for each run: HvdStrategy(start_method="spawn") or "notebook".'
+                'ranks for each run: HvdStrategy(start_method="spawn") or "interactive".'
             )
         os.environ.update(self._variables)
 
@@ -133,13 +133,16 @@ class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
     """
 
     _tree: ClassTree
+    _strategy: Any
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.keep_interrupt_handler()
         with _process_kept():
             try:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                result = super().launch(function, *args, trainer=trainer, **kwargs)
+                self._strategy.forget_messages()
+                return result
             finally:
                 for process in self.procs:
                     if process.is_alive():

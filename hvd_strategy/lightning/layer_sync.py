@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import override
 
-from hvd_strategy.lightning.class_tree import ClassTree
+from hvd_strategy.lightning.class_tree import ClassTree, class_tree
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import LayerSync as _Base
@@ -39,15 +39,18 @@ class SyncBatchNormPlugin(_Base):
 
 
 @cache
-def _plugin_class(tree: ClassTree) -> Any:
-    base = tree.pytorch_name("plugins", "LayerSync")
-    return type(SyncBatchNormPlugin.__name__, (SyncBatchNormPlugin, base), {})
+def plugin_class(tree_name: str) -> type[SyncBatchNormPlugin]:
+    """Returns the plugin as a class of the tree; pickle finds it where it says."""
+    tree = class_tree(tree_name)
+    attributes = {"__module__": tree.public_module}
+    bases = (SyncBatchNormPlugin, tree.pytorch_name("plugins", "LayerSync"))
+    return type(SyncBatchNormPlugin.__name__, bases, attributes)
 
 
 def synchronised_layers(tree: ClassTree, layer_sync: Any) -> Any:
     """Returns our plugin where Lightning chose its own; any other, and None, as it is."""
     theirs = tree.pytorch_name("plugins", "TorchSyncBatchNorm")
-    return _plugin_class(tree)() if type(layer_sync) is theirs else layer_sync
+    return plugin_class(tree.name)() if type(layer_sync) is theirs else layer_sync
 
 
-__all__ = ["SyncBatchNormPlugin", "synchronised_layers"]
+__all__ = ["SyncBatchNormPlugin", "plugin_class", "synchronised_layers"]

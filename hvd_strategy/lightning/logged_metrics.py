@@ -6,7 +6,7 @@ things, a progress bar that looks on rank 0 alone changes the order, and a value
 counts as much as one of many. Here values travel with their names, in one exchange for all of them,
 at places that all ranks pass:
 
-* values of a training step: after the optimizer's step, before anybody can look at them;
+* values of a training step: after the optimizer's step, before the hooks at the batch's end;
 * values of an epoch: at its end, before the callbacks' hooks;
 * what is logged elsewhere: in the call of `self.log`.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,6 @@ class _Logged:
     operation: str
     total: float
     weight: float
-    where: str
-
-    def __str__(self) -> str:
-        return f"({self.operation}, in {self.where})"
 
 
 class LoggedMetrics:
@@ -73,15 +70,14 @@ class LoggedMetrics:
         self._mentioned: set[str] = set()
         self._given_batch_size: int | None = None
         self._in_step = False
-        # Values of the running training step, by their key; and whether to meet after each step,
-        # as all ranks do from the first step on in which one of them logs such a value.
+        # Values of the running training step, by their key; and whether to meet after each step.
         self._of_step: dict[str, tuple[Any, _Logged]] = {}
         self._meets_each_step: bool | None = None
         self._replacements = Replacements()
         for results in lightning_result_collections(trainer):
             # Lightning's own is hidden from torch.compile as well.
-            log = torch.compiler.disable(self._log_into(results))
-            self._replacements.around(results, "log", log)
+            log = torch.compiler.disable(partial(self._log_into(results), results.log))
+            self._replacements.put(results, "log", log)
             self._replacements.around(results, "update_metrics", self._update_in(results))
             self._replacements.around(results, "metrics", self._read_of(results))
 
@@ -96,18 +92,28 @@ class LoggedMetrics:
         self._in_step = True
         self._of_step = {}
 
-    def end_step(self, skipped: bool = False) -> None:
+    @property
+    def has_logged(self) -> bool:
+        """Whether something was logged since `begin_step` that will be brought together."""
+        return bool(self._of_step)
+
+    def end_step(self, skipped: bool = False, any_logged: bool | None = None) -> None:
         """Brings together what the optimization of one training batch logged. Collective.
 
         Args:
             skipped: whether this rank took no part in the step; then it need not have logged what
                 the others did.
+            any_logged: whether any rank has logged something, as far as the ranks know it from each
+                other. None where they know nothing: they meet after the first step, and where one
+                has logged something, after all that follow.
         """
         self._in_step = False
         logged, self._of_step = self._of_step, {}
-        if logged or self._meets_each_step is not False:
+        known = any_logged is not None
+        if logged or (any_logged if known else self._meets_each_step is not False):
             anything = self._exchange_step(logged, skipped)
-            self._meets_each_step = bool(self._meets_each_step) or anything
+            if not known:
+                self._meets_each_step = bool(self._meets_each_step) or anything
 
     def end_epoch(self, results: Any) -> None:
         """Brings together the values of an epoch, before anybody looks at them. Collective."""
@@ -173,7 +179,7 @@ class LoggedMetrics:
             weight = float(self._samples(results, batch_size))
         operation = entry.meta.sync.op
         total = value * weight if operation == "mean" else value
-        return _Logged(operation, total, weight, entry.meta.fx)
+        return _Logged(operation, total, weight)
 
     def _samples(self, results: Any, batch_size: int) -> int:
         """Number of samples behind a value; Lightning looks for it only at the epoch's metrics."""
@@ -220,7 +226,7 @@ class LoggedMetrics:
     ) -> tuple[bool, dict[str, Tensor]]:
         """Returns whether any rank has values, and the values of all ranks together, by key."""
         keys = sorted(logged)
-        names = [f"{key} {logged[key]}" for key in keys]
+        names = [f"{key} ({logged[key].operation})" for key in keys]
         digest = hashlib.sha256("\n".join([when, *names]).encode()).hexdigest()[:16]
         values = [[logged[key].total, logged[key].weight] for key in keys]
         told = self._session.exchange("self.log", [digest, skipped, values])
@@ -245,7 +251,8 @@ class LoggedMetrics:
         suffix = ""
         if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None:
             suffix = results.DATALOADER_SUFFIX.format(results.dataloader_idx)
-        return any(f"{name}{form}{suffix}" in self._monitored for form in ("", "_step", "_epoch"))
+        forms = (name, f"{name}_step", f"{name}_epoch")
+        return any(f"{form}{suffix}" in self._monitored for form in forms)
 
     def _mention(self, name: str) -> None:
         if name in self._mentioned:
@@ -284,15 +291,15 @@ def _not_computed(results: Any) -> dict[str, Any]:
 
 def _epoch_value(entry: Any) -> _Logged:
     if not entry.is_tensor:
-        return _Logged(type(entry.value).__name__, 0.0, 0.0, entry.meta.fx)
+        return _Logged(type(entry.value).__name__, 0.0, 0.0)
     weight = float(entry.cumulated_batch_size) if entry.meta.is_mean_reduction else 1.0
-    return _Logged(entry.meta.sync.op, entry.value.item(), weight, entry.meta.fx)
+    return _Logged(entry.meta.sync.op, entry.value.item(), weight)
 
 
 def _once_per_epoch(fx: str) -> bool:
     """Whether the hook is called outside of batches (`on_validation_epoch_end`, say)."""
-    hook = fx.partition(".")[0]  # behind the dot is the number of the data loader
-    return hook.startswith("on_") and hook.endswith(("_start", "_end")) and "_batch_" not in hook
+    words = fx.partition(".")[0].split("_")  # behind the dot is the number of the data loader
+    return words[0] == "on" and words[-1] in ("start", "end") and "batch" not in words
 
 
 def _combine(operation: str, numbers: list[list[float]]) -> Tensor:

@@ -45,7 +45,7 @@ class ModuleState:
         session: the ranks.
 
     Raises:
-        HvdError: a parameter is not initialized yet (a lazy module).
+        HvdError: a parameter is not initialized yet (a lazy module), or on the meta device.
         MismatchError: names, shapes or dtypes differ between ranks.
     """
 
@@ -53,13 +53,7 @@ class ModuleState:
         self._module = module
         self._session = session
         self._watched: list[_WatchedBuffer] = []
-        for name, tensor in self._named_tensors():
-            if is_lazy(tensor):
-                raise HvdError(
-                    f"{name!r} is not initialized on rank {session.rank}: run a forward with a "
-                    "sample batch first (in `configure_model`, say), so that lazy modules know "
-                    "their shapes."
-                )
+        require_content(self._named_tensors(), session.rank)
         if session.size > 1:
             self._check_structure(self._named_tensors())
             self._watch()
@@ -148,6 +142,26 @@ class ModuleState:
             f"The module differs between ranks: rank 0 has {ours} where rank {rank} has {theirs}. "
             "Build the same module on every rank."
         )
+
+
+def require_content(named: Iterable[tuple[str, Tensor]], rank: int) -> None:
+    """Raises where a parameter or buffer has no content that could be made equal.
+
+    Raises:
+        HvdError: One is not initialized, or on the meta device; names it.
+    """
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        if is_lazy(tensor):
+            raise HvdError(
+                f"{name!r} is not initialized on rank {rank}: run a forward with a sample batch "
+                "first (in `configure_model`, say), so that lazy modules know their shapes."
+            )
+        if tensor.is_meta:
+            raise HvdError(
+                f"{name!r} is on the meta device on rank {rank} and has no content: materialize "
+                "the module first, in `configure_model` (with `self.to_empty(device='cpu')`, say, "
+                "and its initialization)."
+            )
 
 
 class _WatchedBuffer:
@@ -242,4 +256,4 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
     )
 
 
-__all__ = ["ModuleState", "broadcast_tensors"]
+__all__ = ["ModuleState", "broadcast_tensors", "require_content"]

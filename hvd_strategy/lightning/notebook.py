@@ -22,13 +22,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_is_interactive
 from hvd_strategy.errors import HvdError
+from hvd_strategy.host_meeting import listen_on_loopback
 from hvd_strategy.lightning import transfer
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.launch import InterruptHandlerKept
@@ -111,28 +111,32 @@ class NotebookLauncher(InterruptHandlerKept, _Base):
             watch = self._watch = RankWatch()
             stack.callback(self._forget_watch)
             stack.callback(watch.end)
-            store = _store(self._strategy.num_processes)
+            port = stack.enter_context(_meeting_place())
             for rank in range(self._strategy.num_processes):
-                self._start(rank, store.port, job, outcome)
-            interrupt: KeyboardInterrupt | None = None
+                self._start(rank, port, job, outcome)
             try:
                 watch.wait()
-            except KeyboardInterrupt as error:
-                interrupt = error
-                watch.interrupt()
-            if os.fstat(outcome).st_size:
-                result = transfer.load(outcome, known)
-                if trainer is not None:
-                    result = result.restore(self._tree, trainer, known)
-            if interrupt is not None:
-                raise interrupt
-            return result
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    watch.interrupt()
+                # What was trained is not lost, as it is not when a run in this process fails. It
+                # may be missing: rank 0 was killed, or is in no state to send it.
+                with contextlib.suppress(Exception):
+                    self._take_back(outcome, trainer, known)
+                raise
+            self._strategy.forget_messages()
+            return self._take_back(outcome, trainer, known)
+
+    def _take_back(self, outcome: int, trainer: Any, known: dict[str, object]) -> Any:
+        result = transfer.load(outcome, known)
+        return result if trainer is None else result.restore(self._tree, trainer, known)
 
     def _start(self, rank: int, port: int, job: int, outcome: int) -> None:
         assert self._watch is not None
         reports, report = os.pipe()
         try:
-            bootstrap = [os.getpid(), sys.path, sys.argv, [job, outcome, report]]
+            path, arguments = map(str, sys.path), map(str, sys.argv)
+            bootstrap = [os.getpid(), [*path], [*arguments], [job, outcome, report]]
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-u"),
@@ -214,9 +218,22 @@ def _send(work: Work, job: int, strategy: Any) -> None:
         ) from error
 
 
-def _store(size: int) -> Any:
-    """The server where the ranks meet, at a port that the system chooses."""
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[int]:
+    """A server where the ranks meet; yields its port, which the system has chosen."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    seconds = timedelta(seconds=300)
-    return TCPStore("127.0.0.1", 0, None, True, seconds, wait_for_workers=False)
+    listener = listen_on_loopback()
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    try:
+        yield port
+    finally:
+        # Not to live on in a traceback, which notebooks keep.
+        del store

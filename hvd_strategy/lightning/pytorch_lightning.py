@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from hvd_strategy.lightning import built_class
 
 if TYPE_CHECKING:
+    from hvd_strategy.lightning.monitor import Monitor as HvdMonitor
     from hvd_strategy.lightning.strategy import DataParallelStrategy as HvdStrategy
 
-__all__ = ["HvdStrategy"]
+__all__ = ["HvdMonitor", "HvdStrategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -55,11 +55,18 @@ class RankReport:
 
 
 class _Stream:
-    """One stream of one rank, on its way to the cell."""
+    """One stream of one rank, on its way to the cell.
 
-    def __init__(self, rank: int, name: str) -> None:
+    Args:
+        rank: the rank.
+        name: "stdout" or "stderr".
+        unfinished: streams of this process on which rank 0 has begun a line; shared by all ranks.
+    """
+
+    def __init__(self, rank: int, name: str, unfinished: set[str]) -> None:
         self._rank = rank
         self._name = name
+        self._unfinished = unfinished
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._line = ""
 
@@ -70,10 +77,16 @@ class _Stream:
             if not data and self._line:
                 lines.append(self._line)
             text = "".join(f"{self._with_rank(line)}\n" for line in lines)
+            if text and self._name in self._unfinished:
+                text = f"\n{text}"  # below rank 0's progress bar, not behind it
         if text:
             stream = getattr(sys, self._name)
             stream.write(text)
             stream.flush()
+            if text.endswith("\n"):
+                self._unfinished.discard(self._name)
+            else:
+                self._unfinished.add(self._name)
 
     def _with_rank(self, line: str) -> str:
         prefix = f"[rank {self._rank}]"
@@ -112,6 +125,7 @@ class RankWatch:
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
         self._report_pipes: list[int] = []
+        self._unfinished: set[str] = set()
 
     def add(self, number: int, process: subprocess.Popen[bytes], reports: int) -> None:
         """Watches a process that has just been started; closes `reports` in the end.
@@ -126,7 +140,8 @@ class RankWatch:
         self._report_pipes.append(reports)
         self._register(reports, rank.take)
         for name in ("stdout", "stderr"):
-            self._register(getattr(process, name).fileno(), _Stream(number, name).feed)
+            stream = _Stream(number, name, self._unfinished)
+            self._register(getattr(process, name).fileno(), stream.feed)
 
     def wait(self) -> None:
         """Returns when all ranks have done their work and ended.

@@ -11,19 +11,20 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+_NOTHING = object()
+
 
 class Replacements:
-    """What is replaced during one run; each attribute of an object that has none of its own yet."""
+    """What is replaced during one run."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
+        # With what the object itself had there before; methods are usually its class's.
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Puts `value` in the place of an attribute of the owner's class."""
-        if name in vars(owner):
-            raise ValueError(f"{name!r} of this {type(owner).__name__} is replaced already.")
+        """Puts `value` in the place of an attribute of the owner or its class."""
+        self._replaced.append((owner, name, vars(owner).get(name, _NOTHING)))
         vars(owner)[name] = value
-        self._replaced.append((owner, name))
 
     def around(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Has `replacement` called instead of a method; its first argument is the method."""
@@ -47,9 +48,11 @@ class Replacements:
 
     def detach(self) -> None:
         """Gives all objects their own attributes back. Idempotent."""
-        for owner, name in self._replaced:
+        while self._replaced:
+            owner, name, before = self._replaced.pop()
             vars(owner).pop(name, None)
-        self._replaced.clear()
+            if before is not _NOTHING:
+                vars(owner)[name] = before
 
 
 __all__ = ["Replacements"]

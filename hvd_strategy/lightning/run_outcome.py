@@ -97,6 +97,13 @@ class RunOutcome:
             lr_schedulers=list(trainer.strategy.lr_scheduler_configs),
         )
 
+    def without_optimizers(self, reason: Exception) -> RunOutcome:
+        """The same for optimizers of a kind that cannot be sent."""
+        failed = {"the optimizer": f"{type(reason).__name__}: {reason}", **self._parts["failed"]}
+        return RunOutcome(
+            **{**self._parts, "failed": failed, "optimizers": [], "lr_schedulers": []}
+        )
+
     def restore(self, tree: ClassTree, trainer: Any, known: Mapping[str, object]) -> Any:
         """Puts everything into the notebook's objects; returns what the run returned."""
         parts = self._parts
@@ -148,15 +155,17 @@ def without_optimizers(strategy: Any) -> Iterator[None]:
 
 def _load_weights(module: nn.Module, state_dict: dict[str, Tensor]) -> list[str]:
     """Copies weights into the module's own tensors; returns the names that it does not have."""
-    if set(state_dict) - set(module.state_dict()) and hasattr(module, "configure_model"):
-        module.configure_model()
+    configure: Any = getattr(module, "configure_model", None)
+    if configure is not None and set(state_dict) - set(module.state_dict()):
+        configure()
     own = module.state_dict(keep_vars=True)
     for name, value in state_dict.items():
         tensor = own.get(name)
         if isinstance(value, Tensor) and isinstance(tensor, Tensor) and tensor.dtype != value.dtype:
             # Training in another precision leaves a module of that precision.
             tensor.data = tensor.data.to(value.dtype)
-    return module.load_state_dict(state_dict, strict=False).unexpected_keys
+    lacking: list[str] = module.load_state_dict(state_dict, strict=False).unexpected_keys
+    return lacking
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

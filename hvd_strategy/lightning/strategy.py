@@ -27,11 +27,12 @@ from hvd_strategy._private_api import (
     lightning_wrapping_checkpoint_io,
     names_ignored_by_ddp,
 )
+from hvd_strategy.arguments import require
 from hvd_strategy.checkpoint import read_on_rank_zero, write_on_rank_zero
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
-from hvd_strategy.explanation import add_explanation
 from hvd_strategy.lightning import collectives
+from hvd_strategy.lightning.after_backward import AfterBackward
 from hvd_strategy.lightning.attachments import Attachments
 from hvd_strategy.lightning.checkpoint import checkpoint_io_class
 from hvd_strategy.lightning.class_tree import ClassTree
@@ -39,9 +40,9 @@ from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_env
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
 from hvd_strategy.lightning.layer_sync import synchronised_layers
-from hvd_strategy.lightning.module_state import ModuleState
+from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.lightning.replica_check import ReplicaCheck
-from hvd_strategy.lightning.skipped_steps import SkippedSteps
+from hvd_strategy.lightning.step_votes import StepVotes
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
 from hvd_strategy.seeds import seed_by_rank
@@ -82,7 +83,8 @@ class DataParallelStrategy(_Base):
     _stop: GracefulStop | None = None
     _replica_check: ReplicaCheck | None = None
     _attachments: Attachments | None = None
-    _skips: SkippedSteps | None = None
+    _votes: StepVotes | None = None
+    _after_backward: AfterBackward | None = None
     _gradients_stay_local = False
     # From an exception to the end of the run. What callbacks do meanwhile, such as saving a last
     # checkpoint, they do without the other ranks.
@@ -102,6 +104,8 @@ class DataParallelStrategy(_Base):
                 "does not have yet; leave ddp_comm_hook out."
             )
         set_level()
+        for name, value in not_needed.items():
+            require(value is None or isinstance(value, bool), name, value, "True, False or None")
         self._options = {name: resolve(name, value) for name, value in options.items()}
         # A session that is open already keeps its options unless others are asked for.
         self._session_options = {
@@ -163,8 +167,11 @@ class DataParallelStrategy(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the data set that is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """The share of the data set that is this rank's; during a run with rank 0's seed."""
+        share = {"num_replicas": self.world_size, "rank": self.global_rank}
+        if self._attachments is not None:
+            share["seed"] = self._attachments.sampler_seed
+        return share
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -184,11 +191,11 @@ class DataParallelStrategy(_Base):
         each of them has one device.
         """
         super().set_world_ranks()
-        set_rank(self.global_rank, self.world_size)
         environment = self.cluster_environment
         if environment is None or self.parallel_devices is None:
             return
         size = environment.world_size()
+        set_rank(self.global_rank, size)
         if size != len(self.parallel_devices):
             if environment.node_rank() != 0:
                 raise HvdError(
@@ -213,7 +220,7 @@ class DataParallelStrategy(_Base):
         if method == "auto":
             interactive = lightning_is_interactive(self._tree.fabric)
             started = environment.creates_processes_externally
-            method = "notebook" if interactive and not started else "popen"
+            method = "interactive" if interactive and not started else "popen"
         if environment.creates_processes_externally and not isinstance(
             environment, self._default_environment()
         ):
@@ -223,7 +230,7 @@ class DataParallelStrategy(_Base):
         script, multiprocessing, notebook = launcher_classes(self._tree.name)
         if method == "popen":
             self._launcher = script(environment, self.num_processes, self.num_nodes)
-        elif method == "notebook":
+        elif method == "interactive":
             self._launcher = notebook(self)
         else:
             self._launcher = multiprocessing(self, start_method=method)
@@ -262,7 +269,6 @@ class DataParallelStrategy(_Base):
                 "made them, and buffers are kept equal.",
                 name,
             )
-        self._ignored_arguments = []
         if self.replaces_horovod:
             self.replaces_horovod = False
             _log.warning(
@@ -273,6 +279,12 @@ class DataParallelStrategy(_Base):
                 self.world_size,
                 extra=FOR_ALL_RANKS,
             )
+        self.forget_messages()
+
+    def forget_messages(self) -> None:
+        """To be called when the messages about this strategy's arguments have been shown."""
+        self._ignored_arguments = []
+        self.replaces_horovod = False
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -297,9 +309,10 @@ class DataParallelStrategy(_Base):
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
         if fitting:
             assert self.model is not None
-            self._skips = SkippedSteps(self._session.size)
+            self._after_backward = AfterBackward(trainer, self.precision_plugin, self._tree)
+            self._votes = StepVotes(self._session.size, self._after_backward.scaled)
             self._reducer = GradientReducer(
-                [*self._named_parameters(self.model), (SkippedSteps.NAME, self._skips.votes)],
+                [*self._named_parameters(self.model), *self._votes.named_parameters()],
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -307,7 +320,10 @@ class DataParallelStrategy(_Base):
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
                 sparse_as_dense=self._options["sparse_as_dense"],
+                gradient_average="ranks",
+                gradient_norms=self._after_backward.wants_norms,
             )
+            self._after_backward.attach(self._reducer)
             if self._options["rank_seeds"]:
                 seed_by_rank(self._session, trainer.global_step)
             every_n_steps = self._options["consistency_check_every_n_steps"]
@@ -328,8 +344,16 @@ class DataParallelStrategy(_Base):
             self._attachments = Attachments(
                 trainer, self.model, self._session, self._tree, lambda: not self._failed
             )
-            if self._skips is not None:
-                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._skips)
+            if self._votes is not None:
+                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._votes)
+
+    @override
+    def model_to_device(self) -> None:
+        """Lightning calls this first in the set-up of a run, and torch would say less."""
+        if self.model is not None:
+            require_content(self._named_parameters(self.model), self.global_rank)
+            require_content(self.model.named_buffers(), self.global_rank)
+        super().model_to_device()
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -372,7 +396,7 @@ class DataParallelStrategy(_Base):
 
         With its own rank's loss it would decide differently on each rank.
         """
-        if self._votes():
+        if self._voting():
             closure = partial(self._count_votes, optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
             closure = partial(self._mean_of_closure, closure)
@@ -383,16 +407,15 @@ class DataParallelStrategy(_Base):
         if not isinstance(loss, Tensor):
             return loss
         mean = self.reduce(loss.detach().clone())
-        return mean if self._skips is None else mean * self._skips.factor
+        return mean if self._votes is None else mean * self._votes.factor
 
-    # ---- steps that a rank skips by returning None
+    # ---- votes that travel with the gradients
 
-    def _votes(self) -> bool:
-        """Whether the ranks agree in each step on who takes part in it."""
+    def _voting(self) -> bool:
+        """Whether ranks vote in their steps: where there are several, and Lightning runs them."""
         return (
-            self._skips is not None
-            and self._reducer is not None
-            and self._reducer.active
+            self._votes is not None
+            and self._attachments is not None
             and self.lightning_module is not None
             and self.lightning_module.automatic_optimization
         )
@@ -401,25 +424,28 @@ class DataParallelStrategy(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the training step; None is accepted from it in automatic optimization."""
         output = super().training_step(*args, **kwargs)
-        if not self._votes():
+        if not self._voting():
             return output
-        assert self._skips is not None
-        return self._skips.stand_in(output, self._gradients_stay_local)
+        assert self._votes is not None
+        return self._votes.stand_in(output, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiates the loss, which carries the vote of this rank."""
-        if self._votes():
-            assert self._skips is not None
-            closure_loss = self._skips.add_vote(closure_loss)
+        """Differentiates the loss, which carries the votes of this rank."""
+        if self._voting():
+            assert self._votes is not None
+            assert self._attachments is not None
+            closure_loss = self._votes.add_to(closure_loss, self._attachments.has_logged)
         return super().backward(closure_loss, *args, **kwargs)
 
     def _count_votes(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        assert self._skips is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return self._skips.count(
-            optimizer, closure, lambda: 1.0 if scaler is None else scaler.get_scale()
-        )
+        assert self._votes is not None
+        assert self._attachments is not None
+        loss = closure()
+        self._votes.join(self._attachments.has_logged)
+        scaler: Any = getattr(self.precision_plugin, "scaler", None)
+        undone = scaler is None or (self._reducer is not None and self._reducer.unscaled_early)
+        return self._votes.count(optimizer, loss, 1.0 if undone else scaler.get_scale())
 
     @override
     @contextmanager
@@ -535,7 +561,8 @@ class DataParallelStrategy(_Base):
         Raises:
             HvdError: it cannot be read, or the ranks name different ones; on every rank.
         """
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        read = partial(super().load_checkpoint, checkpoint_path, **options)
         if self._session is None:
             return read()
         return read_on_rank_zero(self._session, checkpoint_path, read)
@@ -564,8 +591,7 @@ class DataParallelStrategy(_Base):
         if self._session is None or (self._stop is not None and self._stop.agreed):
             return
         self._failed = True
-        add_explanation(self._session, exception)
-        self._session.post_error(f"{type(exception).__name__}: {exception}".rstrip(": "))
+        self._session.post_exception(exception)
 
     def _reports_status(self) -> bool:
         """Whether anybody but rank 0 looks at this process's exit status.
@@ -589,6 +615,10 @@ class DataParallelStrategy(_Base):
         try:
             self._finish_saving()
             super().teardown()
+        except NotImplementedError:
+            # Of a module on the meta device, which cannot be moved: the run's own error counts.
+            if not self._failed:
+                raise
         except Exception as error:
             # A plugin that writes later repeats what all ranks know already.
             if error is not self._write_failure:
@@ -606,9 +636,12 @@ class DataParallelStrategy(_Base):
             self._stop.detach()
         if self._attachments is not None:
             self._attachments.detach()
+        if self._after_backward is not None:
+            self._after_backward.detach()
         if self._reducer is not None:
             self._reducer.close()
-        self._stop = self._attachments = self._skips = self._replica_check = None
+        self._stop = self._attachments = self._votes = self._replica_check = None
+        self._after_backward = None
         self._reducer = self._state = None
 
     def _broadcast_buffers(self) -> None:
@@ -692,7 +725,8 @@ class DataParallelStrategy(_Base):
             "_state",
             "_stop",
             "_attachments",
-            "_skips",
+            "_votes",
+            "_after_backward",
             "_replica_check",
         ):
             state.pop(name, None)

@@ -39,18 +39,17 @@ def memory_file(name: str) -> int:
 
 
 def dump(obj: object, descriptor: int, known: Mapping[str, object] | None = None) -> None:
-    """Replaces the content of a memory file by `obj`.
+    """Writes `obj` into an empty memory file.
 
     Args:
         obj: the object.
-        descriptor: the file.
+        descriptor: the file; not to be written to again, because readers map it.
         known: on the way back, the objects to be sent as references, by the name under which the
             notebook has them.
 
     Raises:
         Exception: the object cannot be pickled; whatever pickling it raises.
     """
-    os.ftruncate(descriptor, 0)
     with open(_path(descriptor), "wb") as file:
         torch.save([obj, _Definitions()], file, pickle_module=_pickle_module(known))
 
@@ -110,7 +109,7 @@ def _pickle_module(known: Mapping[str, object] | None) -> Any:
     if not to_ranks:
         keys |= {id(main[name]): f"{_MAIN} {name}" for name in _received if name in main}
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(cloudpickle.Pickler):
         def __init__(self, file: Any, protocol: int | None = None) -> None:
             super().__init__(file, protocol=protocol)
             self.definitions: dict[str, object] = {}

@@ -14,20 +14,10 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "control/shared_text.h"
-#include "control/stop_line.h"
-#include "sessions.h"
+#include "controls.h"
 
 namespace hvd::test {
 namespace {
-
-constexpr uint64_t kSecond = 1'000'000'000u;
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 // Listeners of all ranks, and what connect_mesh takes.
 struct Meeting {
@@ -73,26 +63,6 @@ class Stranger {
  private:
   int socket_;
 };
-
-// Runs body(control) on every rank.
-void with_control(int size, const std::function<void(HostControlPlane&)>& body,
-                  const SessionSettings& settings = quick_settings()) {
-  with_sessions(size, [&](Session& session) { body(session.control()); }, settings);
-}
-
-std::vector<int> ranks_up_to(int size) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < size; ++rank) ranks.push_back(rank);
-  return ranks;
-}
-
-// All ranks have come here.
-void meet(HostControlPlane& control, std::atomic<int>& arrived) {
-  arrived.fetch_add(1);
-  control.notify();
-  control.wait([&] { return arrived.load() >= control.size() ? Step::done : Step::blocked; },
-               soon(), {});
-}
 
 }  // namespace
 
@@ -438,10 +408,6 @@ TEST(record_channel_of_some_ranks_names_who_is_missing) {
 
 // ---- waits ----
 
-namespace {
-const auto kNever = [] { return Step::blocked; };
-}  // namespace
-
 TEST(wait_gives_up_at_its_deadline_and_tells_everybody) {
   with_control(3, [](HostControlPlane& control) {
     Wait wait = soon();
@@ -450,8 +416,7 @@ TEST(wait_gives_up_at_its_deadline_and_tells_everybody) {
       wait.describe = [] { return "Godot"; };
     }
     const uint64_t start = now_ns();
-    const std::string text =
-        CHECK_THROWS(control.wait(kNever, wait, {}), ErrorKind::timeout).what();
+    const std::string text = CHECK_THROWS(control.wait(never, wait, {}), ErrorKind::timeout).what();
     CHECK(now_ns() - start >= 150'000'000u && now_ns() - start < 5 * kSecond);
     CHECK(contains(text, "rank 1 waited for Godot; gave up after the timeout of 0.2 s"));
     CHECK(contains(text, "rank " + std::to_string(control.rank()) + " cannot go on"));
@@ -467,7 +432,7 @@ TEST(stall_limit_is_an_error_on_all_ranks) {
         Wait wait = soon();
         wait.describe = [] { return "bucket 7"; };
         const std::string text =
-            CHECK_THROWS(control.wait(kNever, wait, {}), ErrorKind::stall).what();
+            CHECK_THROWS(control.wait(never, wait, {}), ErrorKind::stall).what();
         CHECK(contains(text, "bucket 7; gave up after 0.3 s (stall_abort_seconds)"));
         CHECK(contains(text, "cannot go on"));
       },
@@ -523,10 +488,10 @@ TEST(exception_of_the_interrupt_ends_a_wait_and_tells_the_others) {
     const Interrupt interrupt = [] { throw Error(ErrorKind::error, "Ctrl-C"); };
     if (control.rank() == 0) {
       wait.interrupt = &interrupt;
-      CHECK_THROWS(control.wait(kNever, wait, {}), ErrorKind::error);
+      CHECK_THROWS(control.wait(never, wait, {}), ErrorKind::error);
     } else {
       const std::string text =
-          CHECK_THROWS(control.wait(kNever, wait, {}), ErrorKind::rank_failed).what();
+          CHECK_THROWS(control.wait(never, wait, {}), ErrorKind::rank_failed).what();
       CHECK(contains(text, "rank 0 was interrupted"));
     }
   });
@@ -569,170 +534,8 @@ TEST(nothing_goes_through_a_session_that_is_closed) {
     auto channel = control.open_channel(ranks_up_to(2), 3, 20 * kSecond, nullptr);
     session.close();
     CHECK_THROWS(channel->begin("too late"), ErrorKind::error);
-    CHECK_THROWS(control.wait(kNever, soon(), {}), ErrorKind::error);
+    CHECK_THROWS(control.wait(never, soon(), {}), ErrorKind::error);
   });
-}
-
-// Each rank passes points at its own pace; one of them asks for the end at a moment of chance.
-TEST(runs_end_after_the_same_point_on_all_ranks) {
-  constexpr int kRuns = 40;
-  std::vector<std::atomic<int>> arrived(2 * kRuns);
-  std::vector<std::vector<int>> passed(4, std::vector<int>(kRuns));
-  with_control(4, [&](HostControlPlane& control) {
-    std::mt19937 random(static_cast<unsigned>(control.rank()));
-    for (int run = 0; run < kRuns; ++run) {
-      control.begin_run();
-      CHECK(!control.stop_requested());
-      meet(control, arrived[static_cast<size_t>(2 * run)]);
-      int points = 0;
-      const int request_at = static_cast<int>(random() % 30);
-      // In every third run nobody asks for it.
-      const int points_of_run = run % 3 == 2 ? 20 : 100000;
-      while (points < points_of_run && control.pass_point()) {
-        if (points == request_at && run % 3 != 2 && (control.rank() == run % 4 || run % 2 == 0)) {
-          control.request_stop();
-          CHECK(control.stop_requested());
-        }
-        ++points;
-        for (unsigned i = random() % 2000; i > 0; --i)
-          std::atomic_signal_fence(std::memory_order_seq_cst);
-      }
-      passed[static_cast<size_t>(control.rank())][static_cast<size_t>(run)] = points;
-      CHECK_EQ(control.stop_requested(), run % 3 != 2);
-      if (points < points_of_run) CHECK(!control.pass_point());  // and stays so
-      meet(control, arrived[static_cast<size_t>(2 * run + 1)]);
-    }
-  });
-  for (int run = 0; run < kRuns; ++run) {
-    for (const auto& rank : passed) {
-      CHECK_EQ(rank[static_cast<size_t>(run)], passed[0][static_cast<size_t>(run)]);
-      CHECK(run % 3 != 2 || rank[static_cast<size_t>(run)] == 20);
-    }
-  }
-}
-
-TEST(ranks_in_front_and_behind_stop_at_the_point_of_the_one_in_front) {
-  std::atomic<uint64_t> word{0};
-  StopLine front(&word);
-  StopLine behind(&word);
-  for (int run = 0; run < 2; ++run) {
-    front.begin_run();
-    behind.begin_run();
-    for (int point = 0; point < 5; ++point) CHECK(front.pass());
-    CHECK(behind.pass());
-    behind.close();
-    CHECK(front.closed());
-    CHECK(!front.pass());
-    for (int point = 1; point < 5; ++point) CHECK(behind.pass());
-    CHECK(!behind.pass());
-  }
-  // Before anybody has passed a point of the run: nobody does.
-  front.begin_run();
-  behind.begin_run();
-  front.close();
-  CHECK(!behind.pass());
-  CHECK(!front.pass());
-}
-
-TEST(texts_are_read_whole_while_they_change) {
-  SharedText text;
-  uint64_t since = 0;
-  CHECK_EQ(text.read(&since), std::string());
-  std::atomic<bool> stop{false};
-  run_ranks(3, [&](int rank) {
-    if (rank == 0) {
-      for (int i = 0; i < 20000; ++i) {
-        text.write(std::string(static_cast<size_t>(1 + i % 150), static_cast<char>('a' + i % 26)));
-      }
-      stop.store(true);
-      return;
-    }
-    uint64_t when = 0;
-    while (!stop.load()) {
-      const std::string read = text.read(&when);
-      for (const char c : read) CHECK_EQ(c, read[0]);
-      // The writer's i is known from the length but for a multiple of 150, and fits the letter.
-      bool fits = read.empty();
-      for (size_t i = read.size() - 1; !fits && i < 20000; i += 150) {
-        fits = read[0] == static_cast<char>('a' + i % 26);
-      }
-      CHECK(fits);
-    }
-  });
-  std::string wide;
-  while (wide.size() < 400) wide += "\u20ac";  // three bytes each
-  text.write(wide);
-  const std::string cut = text.read(&since);
-  CHECK(cut.size() > SharedText::kBytes - 4 && cut.size() < SharedText::kBytes);
-  CHECK_EQ(cut.size() % 3, 0u);
-  text.write("short");
-  CHECK_EQ(text.read(&since), std::string("short"));
-  CHECK(now_ns() - since < 10 * kSecond);
-}
-
-TEST(who_gives_up_says_what_the_others_do_instead) {
-  SessionSettings settings = quick_settings();
-  settings.control.stall_abort_ns = 400'000'000u;
-  std::atomic<int> arrived{0};
-  with_control(
-      3,
-      [&](HostControlPlane& control) {
-        if (control.rank() == 2) control.set_activity("validation");
-        meet(control, arrived);
-        if (control.rank() == 2) {
-          while (control.failure() == nullptr) sleep_ms(1);
-          return;
-        }
-        Wait wait = soon();
-        wait.describe = [] { return "bucket 5"; };
-        const std::string text =
-            CHECK_THROWS(control.wait(kNever, wait, {0, 1, 2}), ErrorKind::stall).what();
-        CHECK(contains(text, "bucket 5; gave up after 0.4 s"));
-        CHECK(contains(text, "; rank 2 (pid " + std::to_string(getpid())));
-        CHECK(contains(text, "is in: validation (for 0.4"));
-        // Those that wait as well are no news.
-        CHECK(!contains(text, "; rank 0") && !contains(text, "; rank 1"));
-      },
-      settings);
-}
-
-TEST(ranks_that_wait_for_each_other_are_told_where) {
-  SessionSettings settings = quick_settings();
-  settings.control.stall_abort_ns = 500'000'000u;
-  std::atomic<int> arrived{0};
-  with_control(
-      2,
-      [&](HostControlPlane& control) {
-        meet(control, arrived);
-        Wait wait = soon();
-        wait.describe = [&] { return control.rank() == 0 ? "a barrier" : "bucket 9"; };
-        const std::string text =
-            CHECK_THROWS(control.wait(kNever, wait, {0, 1}), ErrorKind::stall).what();
-        const int blamed = contains(text, "rank 0 waited for a barrier;") ? 1 : 0;
-        CHECK(contains(text, "; rank " + std::to_string(blamed) + " (pid"));
-        CHECK(contains(text, blamed == 1 ? "waits for bucket 9" : "waits for a barrier"));
-      },
-      settings);
-}
-
-TEST(a_request_to_stop_shortens_the_wait_for_a_rank_that_does_not_come) {
-  SessionSettings settings = quick_settings();
-  settings.control.abort_grace_ns = 500'000'000u;
-  std::atomic<int> arrived{0};
-  with_control(
-      2,
-      [&](HostControlPlane& control) {
-        control.begin_run();
-        meet(control, arrived);
-        if (control.rank() == 1) {
-          sleep_ms(200);
-          control.request_stop();
-        }
-        const std::string text =
-            CHECK_THROWS(control.wait(kNever, soon(), {}), ErrorKind::stall).what();
-        CHECK(contains(text, "asked to end and nothing moved for 0.5 s (abort_grace_seconds)"));
-      },
-      settings);
 }
 
 TEST(a_text_is_said_by_one_rank) {
@@ -787,7 +590,7 @@ TEST(rank_that_leaves_is_a_failure_only_for_who_needs_it) {
     Wait wait = soon();
     wait.describe = [] { return "bucket 3"; };
     const std::string text =
-        CHECK_THROWS(control.wait(kNever, wait, {0, 1, 2}), ErrorKind::rank_failed).what();
+        CHECK_THROWS(control.wait(never, wait, {0, 1, 2}), ErrorKind::rank_failed).what();
     CHECK(contains(text, "rank 2 has left the job while rank"));
     CHECK(contains(text, "waits for bucket 3"));
   });
@@ -807,7 +610,7 @@ TEST(grace_after_a_failure_ends_nobody_who_has_raised_it_or_left) {
         if (control.rank() == 2) control.post_failure(ErrorKind::rank_failed, "the disk is full");
         while (control.failure() == nullptr) std::this_thread::yield();
         if (control.rank() == 0) {
-          CHECK_THROWS(control.wait(kNever, soon(), {}), ErrorKind::rank_failed);
+          CHECK_THROWS(control.wait(never, soon(), {}), ErrorKind::rank_failed);
         }
         if (control.rank() == 1) session.close();
         sleep_ms(800);

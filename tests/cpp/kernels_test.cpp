@@ -13,6 +13,7 @@
 #include "check.h"
 #include "kernels/convert.h"
 #include "kernels/reduce.h"
+#include "kernels/rescale.h"
 
 namespace hvd {
 namespace {
@@ -668,6 +669,33 @@ TEST(dtype_names) {
   CHECK_EQ(untouched, DType::i16);
   CHECK_EQ(std::string(name_of(DType::boolean)), "bool");
   CHECK(is_floating(DType::bf16) && !is_floating(DType::i8));
+}
+
+TEST(rescale_multiplies_in_place_and_tells_what_the_result_is_like) {
+  for (const size_t count : {size_t{0}, size_t{1}, size_t{5}, size_t{2048}, size_t{5000}}) {
+    for (const double factor : {1.0, 0.5}) {
+      std::vector<float> values(count);
+      double squares = 0;
+      for (size_t i = 0; i < count; ++i) {
+        values[i] = static_cast<float>(i % 17) - 8;
+        squares += factor * factor * static_cast<double>(values[i]) * values[i];
+      }
+      const std::vector<float> before = values;
+      const ByProducts found = rescale(values.data(), DType::f32, count, factor);
+      CHECK(found.finite);
+      CHECK_EQ(found.sum_of_squares, squares);
+      for (size_t i = 0; i < count; ++i) {
+        CHECK_EQ(values[i], static_cast<float>(factor) * before[i]);
+      }
+      for (const double bad : {kInfinity, kNan}) {
+        if (count == 0) continue;
+        values[count / 2] = static_cast<float>(bad);
+        CHECK(!rescale(values.data(), DType::f32, count, factor).finite);
+      }
+    }
+  }
+  int32_t whole = 3;
+  CHECK_THROWS(rescale(&whole, DType::i32, 1, 2.0), ErrorKind::bad_argument);
 }
 
 }  // namespace

@@ -105,6 +105,8 @@ TEST(flush_records_survive_the_wire) {
   record.flags = FlushRecord::kMore;
   record.round = 1ull << 40;
   record.step = 12;
+  record.step_digest = 0x123456789abcdef0;
+  record.optimizer = 3;
   record.parameters = 11;
   record.present = {true, false, true, true, false, false, false, true, true, false, true};
   record.posted = {false, true, true};
@@ -112,7 +114,11 @@ TEST(flush_records_survive_the_wire) {
   record.text = "what happened";
   const std::string bytes = record.encode();
   const FlushRecord copy = FlushRecord::decode(bytes);
+  CHECK_EQ(copy.flags, record.flags);
   CHECK_EQ(copy.round, record.round);
+  CHECK_EQ(copy.step, record.step);
+  CHECK_EQ(copy.step_digest, record.step_digest);
+  CHECK_EQ(copy.optimizer, record.optimizer);
   CHECK(copy.present == record.present && copy.posted == record.posted);
   CHECK(copy.arrivals == record.arrivals);
   CHECK_EQ(copy.text, record.text);
@@ -261,6 +267,99 @@ TEST(ranks_in_different_steps_are_told_so) {
   });
 }
 
+TEST(ranks_that_stepped_different_optimizers_are_told_so) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {10}, 400);
+    model.fire(0, 1.0f);
+    const auto optimizer = static_cast<uint32_t>(session.rank() + 1);
+    const std::string text =
+        CHECK_THROWS(model.reducer->exchange({1, 0, 70 + optimizer, optimizer}, soon()),
+                     ErrorKind::mismatch)
+            .what();
+    CHECK(text.find("the last one of optimizer 1") != std::string::npos);
+    CHECK(text.find("the last one of optimizer 2") != std::string::npos);
+    model.fire(0, 3.0f);
+    model.flush(3);
+    CHECK_EQ(model.gradients[0][9], 3.0f);
+  });
+}
+
+TEST(what_one_rank_announces_all_ranks_know) {
+  with_sessions(3, [](Session& session) {
+    Model model(session, {10}, 400);
+    for (uint64_t step = 0; step < 4; ++step) {
+      model.fire(0, 1.0f);
+      uint32_t flags = 0;
+      if (session.rank() == 1 && step == 1) flags = FlushRecord::kSparse;
+      if (session.rank() == 2 && step >= 1) flags = FlushRecord::kChanged;
+      CHECK(model.reducer->exchange({step, flags}, soon()).empty());
+      const uint32_t expected = step == 0   ? 0u
+                                : step == 1 ? FlushRecord::kSparse | FlushRecord::kChanged
+                                            : +FlushRecord::kChanged;
+      CHECK_EQ(model.reducer->announced(), expected);
+      model.reducer->complete(soon());
+    }
+  });
+}
+
+// The parameter leaves its bucket, the others of the bucket stay together, and slots of buckets
+// that have become empty are used again: this could go on for ever.
+TEST(redefined_parameters_are_planned_anew) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, kSizes, 1000000);
+    const auto step = [&](uint64_t number) {
+      for (uint32_t i = 0; i < 6; ++i) {
+        model.fire(i, static_cast<float>((session.rank() + 1) * (i + 1)));
+      }
+      model.flush(number);
+      for (uint32_t i = 0; i < 6; ++i) {
+        for (const float x : model.gradients[i]) CHECK_EQ(x, 1.5f * static_cast<float>(i + 1));
+      }
+    };
+    step(0);
+    const auto sorted_buckets = [&] {
+      auto buckets = model.reducer->buckets();
+      for (auto& bucket : buckets) std::sort(bucket.begin(), bucket.end());
+      return buckets;
+    };
+    CHECK_EQ(sorted_buckets().size(), size_t{1});
+    for (uint64_t number = 1; number < 1100; ++number) {
+      const auto index = static_cast<uint32_t>(number % 6);
+      const uint64_t size = number % 2 == 0 ? 50 : 500 + number;
+      model.reducer->redefine_parameter(
+          index, {"p" + std::to_string(index), size, DType::f32, static_cast<uint32_t>(index % 2)});
+      model.gradients[index].resize(size);
+      CHECK(!model.reducer->planned(index));
+      if (number < 30 || number % 100 == 0) {
+        step(number);
+        CHECK(model.reducer->planned(index));
+        CHECK(model.reducer->buckets().size() <= 7);
+      }
+    }
+    // Those that do not change lie in the order of their bucket still.
+    model.reducer->redefine_parameter(2, {"p2", 3, DType::f64, 0});
+    for (uint32_t i = 0; i < 6; ++i) {
+      if (i != 2) model.fire(i, 1.0f);
+    }
+    double wide[3] = {1.0, 2.0, static_cast<double>(session.rank())};
+    model.reducer->take(2, wide);
+    model.flush(2000);
+    CHECK_EQ(wide[1], 2.0);
+    CHECK_EQ(wide[2], 0.5);
+    CHECK_THROWS(
+        [&] {
+          model.fire(0, 1.0f);
+          model.reducer->redefine_parameter(0, {"p0", 1, DType::f32, 0});
+        }(),
+        ErrorKind::error);
+    for (uint32_t i = 1; i < 6; ++i) {
+      if (i != 2) model.fire(i, 1.0f);
+    }
+    model.flush(2001);
+    CHECK_EQ(model.gradients[5].back(), 1.0f);
+  });
+}
+
 TEST(norms_come_with_the_reduction) {
   with_sessions(2, [](Session& session) {
     Model model(session, {10, 5000, 7}, 1000000, true);
@@ -379,6 +478,58 @@ TEST(helpers_are_woken_when_the_thread_goes_to_rest) {
     }
   });
   CHECK(naps.load() < 10);
+}
+
+// Rank 0 has no loss of its own; the others' have different scales and weights.
+TEST(weights_and_scales_are_values_of_the_reduction) {
+  for (const bool unscale : {false, true}) {
+    with_sessions(3, [&](Session& session) {
+      Model model(session, kSizes, 1 << 20, true);
+      const int rank = session.control().rank();
+      const double weights[] = {0, 3, 1};
+      const double scales[] = {0, 8, 2};
+      const double weight = weights[rank];
+      for (uint64_t step = 0; step < 3; ++step) {
+        // What is multiplied by the weight on the way is the rank's mean, times its scale.
+        model.reducer->set_contribution({weight, weight, scales[rank], unscale});
+        if (rank != 0) {
+          for (uint32_t i = 0; i < kSizes.size(); ++i) {
+            model.fire(i, static_cast<float>(rank * scales[rank]));
+          }
+        }
+        if (rank == 1) {
+          CHECK_THROWS(model.reducer->set_contribution({1, 1, 4, unscale}), ErrorKind::error);
+        }
+        model.flush(step);
+        CHECK_EQ(model.reducer->total_weight(), 4.0);
+        CHECK_EQ(model.reducer->agreed_scale(), 8.0);
+        CHECK(model.reducer->scales_differ());
+        // (3 * 1 + 1 * 2) / 4, on all ranks.
+        const float expected = unscale ? 1.25f : 10.0f;
+        for (uint32_t i = 0; i < kSizes.size(); ++i) {
+          for (const float value : model.gradients[i]) CHECK_EQ(value, expected);
+          const ByProducts* found = model.reducer->by_products(i);
+          CHECK(found != nullptr && found->finite);
+          CHECK_EQ(found->sum_of_squares,
+                   static_cast<double>(kSizes[i]) * static_cast<double>(expected * expected));
+        }
+      }
+    });
+  }
+}
+
+TEST(a_mean_over_nobody_is_zero) {
+  with_sessions(2, [](Session& session) {
+    Model model(session, {5, 70}, 1 << 20);
+    model.reducer->set_contribution({0, 0, 1, false});
+    model.fire(0, 3);
+    model.fire(1, 4);
+    model.flush();
+    CHECK_EQ(model.reducer->total_weight(), 0.0);
+    for (const auto& gradient : model.gradients) {
+      for (const float value : gradient) CHECK_EQ(value, 0.0f);
+    }
+  });
 }
 
 }  // namespace hvd::test

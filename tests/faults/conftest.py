@@ -10,9 +10,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.faults.fork_server import ForkServer
+
 
 @pytest.fixture(autouse=True)
 def nothing_in_dev_shm() -> Iterator[None]:
     yield
     left = [name for name in os.listdir("/dev/shm") if "hvd" in name]
     assert not left
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Starts ranks within milliseconds, where a test does not need a fresh interpreter."""
+    with ForkServer() as server:
+        yield server

@@ -190,14 +190,14 @@ def _import_everything() -> None:
     import torch.utils.data
 
     import hvd_strategy.lightning
-    import tests.faults.ranks
+    import tests.faults.soak_job
     from hvd_strategy import GradientReducer
 
     assert lightning.pytorch.Trainer  # not only on paper: some packages import when asked
     assert torch.utils.data.DataLoader
     assert hvd_strategy.lightning.HvdStrategy
     assert GradientReducer
-    assert tests.faults.ranks.Training
+    assert tests.faults.soak_job.run
     # The ranks end faster when their collector leaves alone what all of them share.
     gc.collect()
     gc.freeze()

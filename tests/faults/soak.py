@@ -32,6 +32,7 @@ from tests.faults.soak_job import (
     ENDING,
     LOOP_PLACES,
     STARTING,
+    STEPS,
     TRAINER_PLACES,
     Fault,
     run,
@@ -52,6 +53,8 @@ _ACTIONS = {
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 _TIMED = ("kill", "term", "resume", "stop, kill")
 _MIDDLE = ("forward", "backward", "flush", "between", "barrier")
+# Older kernels tell how a process ended to nobody but its parent, here the fork server.
+_KERNEL_TELLS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
@@ -106,13 +109,14 @@ def plan(number: int, seed: int, ranks: int, typical: dict[str, float]) -> Round
             allowed.remove("backward")
     elif action == "_exit":
         allowed = [place for place in places if place != "holding the GIL"]
-    place = chance.choice(allowed)
+    # Less often where hardly anybody needs the rank any more.
+    place = chance.choices(allowed, [1 if p in ENDING else 3 for p in allowed])[0]
     if place == "holding the GIL" and action == "term" and program == "loop":
         place = "barrier"
     fault = Fault(
         program=program,
         action={"resume": "stop", "stop, kill": "stop", "abandon": "stop"}.get(action, action),
-        rank=chance.randrange(ranks),
+        rank=0 if place == "writing" and not after else chance.randrange(ranks),
         place="" if after else place,
         step=chance.choice(places[place]),
         workers=chance.random() < 0.15,
@@ -124,9 +128,8 @@ def play(server: ForkServer, round_: Round, ranks: int, right: str | None) -> Ou
     """Runs one round and judges it."""
     fault = round_.fault
     outcome = Outcome()
-    starting = fault.place in STARTING or 0 < round_.after < 0.5
     # Who has not said yet that it is there is missed only when time is up.
-    timeout = 4.0 if starting else 60.0
+    timeout = 4.0 if _may_start(round_) and round_.action != "resume" else 60.0
     stall_abort = 1.5 if round_.action == "abandon" else 30.0
     shm = set(os.listdir("/dev/shm"))
     env = {} if round_.pidfd else {"HVD_DISABLE_PIDFD": "1"}
@@ -161,6 +164,11 @@ def play(server: ForkServer, round_: Round, ranks: int, right: str | None) -> Ou
     return outcome
 
 
+def _may_start(round_: Round) -> bool:
+    """Whether the fault may come before the ranks know each other."""
+    return round_.fault.place in STARTING or 0 < round_.after < 0.6
+
+
 def _inflict(processes: RankProcesses, round_: Round) -> float | None:
     """Does from outside what is to be done there. When the fault happened; None if it did not."""
     victim = round_.fault.rank
@@ -180,7 +188,7 @@ def _inflict(processes: RankProcesses, round_: Round) -> float | None:
         since = processes.kill(victim, _SIGNALS.get(round_.action, signal.SIGSTOP))
     else:
         try:
-            line = processes.wait_for("fault ", victim, timeout=40)
+            line = processes.wait_for("FAULT ", victim, timeout=40)
         except AssertionError:
             return None  # it did not come there; the verdict will be on what it did instead
         since = float(line.text.split()[1])
@@ -219,6 +227,9 @@ def _judge(
         return
     status = statuses[fault.rank]
     ending = fault.place in ENDING or bool(round_.after)
+    # Stopped in the last reduction, for which the others had done their part before they gave up:
+    # resumed by them, it finds that it has finished.
+    ending |= round_.action == "abandon" and fault.step == STEPS - 1
     graceful = fault.program == "trainer" and round_.action == "term"
     expected = {
         "kill": (-signal.SIGKILL,),
@@ -247,22 +258,37 @@ def _judge(
             continue
         if statuses[rank] != 1:
             problems.append(f"rank {rank} ended with {statuses[rank]}")
-        line = _naming(processes.lines, rank, fault.rank, since)
+        line = _naming(processes, rank, round_, since)
         if line is None:
-            problems.append(f"rank {rank} does not name rank {fault.rank}")
+            problems.append(f"rank {rank} does not name rank {fault.rank} as it should")
         else:
             outcome.named.append(max(0.0, line.seconds - since))
+        if round_.action == "raise" and "ZeroDivisionError: the fault" not in outputs[rank]:
+            problems.append(f"rank {rank} does not know the exception")
 
 
-def _naming(lines: list[Line], rank: int, victim: int, since: float) -> Line | None:
+def _naming(processes: RankProcesses, rank: int, round_: Round, since: float) -> Line | None:
     """The first line of a rank that says which rank is to blame."""
-    named = re.compile(
+    victim = round_.fault.rank
+    named = (
         rf"rank {victim}( \(pid \d+\))? (was killed|exited|ended|has left|failed|is missing|"
         rf"did not|cannot)|for ranks? {victim}\b|failed on rank {victim}\b"
         rf"|waited for .*rank {victim}\b"
     )
-    for line in lines:
-        if line.rank == rank and line.seconds >= since - 0.001 and named.search(line.text):
+    if not round_.after and round_.fault.place not in (*STARTING, "opened"):
+        # The ranks know each other by now.
+        how = {
+            "kill": rf"was killed by signal {signal.SIGKILL:d}\b",
+            "stop, kill": rf"was killed by signal {signal.SIGKILL:d}\b",
+            "term": rf"was killed by signal {signal.SIGTERM:d}\b",
+            "_exit": "exited with status 0",
+        }.get(round_.action)
+        graceful = round_.fault.program == "trainer" and round_.action == "term"
+        if how is not None and not graceful:
+            how = how if round_.pidfd and _KERNEL_TELLS else f"({how}|ended)"
+            named = rf"rank {victim} \(pid {processes.pids[victim]}\) {how}"
+    for line in processes.lines:
+        if line.rank == rank and line.seconds >= since - 0.001 and re.search(named, line.text):
             return line
     return None
 
@@ -275,39 +301,50 @@ def soak(
     first: int = 0,
     seconds_limit: float = float("inf"),
     verbose: bool = False,
+    server: ForkServer | None = None,
 ) -> int:
     """Plays the rounds and prints the result; the number of rounds in which something was wrong."""
+    if server is None:
+        with ForkServer() as own:
+            return soak(
+                kills,
+                ranks=ranks,
+                seed=seed,
+                first=first,
+                seconds_limit=seconds_limit,
+                verbose=verbose,
+                server=own,
+            )
     began = time.monotonic()
     outcomes: list[tuple[Round, Outcome]] = []
-    with ForkServer() as server:
-        right: dict[str, str | None] = {}
-        typical: dict[str, float] = {}
-        for program in ("loop", "trainer"):
-            # Without a fault: how long it takes, and what the result is.
-            clean = Round(-1, "none", Fault(program), 0, 0, True)
-            outcome = play(server, clean, ranks, None)
-            if outcome.problems:
-                print(f"{program} without a fault is not right:\n" + "\n".join(outcome.problems))
-                return 1
-            right[program] = outcome.result
-            typical[program] = outcome.trained
-        for number in range(first, first + kills):
-            if time.monotonic() - began > seconds_limit:
-                break
-            round_ = plan(number, seed, ranks, typical)
-            outcome = play(server, round_, ranks, right[round_.fault.program])
-            outcomes.append((round_, outcome))
-            verdict = "ok" if not outcome.problems else "WRONG"
-            named = ", ".join(f"{seconds * 1000:.0f}" for seconds in outcome.named)
-            if outcome.problems or verbose:
-                print(
-                    f"{number:4d} {round_}: {verdict}, statuses {outcome.statuses}"
-                    + (f", named after {named} ms" if named else "")
-                    + ("" if outcome.happened else " (it had ended before)"),
-                    flush=True,
-                )
-            for problem in outcome.problems:
-                print("     " + problem.replace("\n", "\n     "), flush=True)
+    right: dict[str, str | None] = {}
+    typical: dict[str, float] = {}
+    for program in ("loop", "trainer"):
+        # Without a fault: how long it takes, and what the result is.
+        clean = Round(-1, "none", Fault(program), 0, 0, True)
+        outcome = play(server, clean, ranks, None)
+        if outcome.problems:
+            print(f"{program} without a fault is not right:\n" + "\n".join(outcome.problems))
+            return 1
+        right[program] = outcome.result
+        typical[program] = outcome.trained
+    for number in range(first, first + kills):
+        if time.monotonic() - began > seconds_limit:
+            break
+        round_ = plan(number, seed, ranks, typical)
+        outcome = play(server, round_, ranks, right[round_.fault.program])
+        outcomes.append((round_, outcome))
+        verdict = "ok" if not outcome.problems else "WRONG"
+        named = ", ".join(f"{seconds * 1000:.0f}" for seconds in outcome.named)
+        if outcome.problems or verbose:
+            print(
+                f"{number:4d} {round_}: {verdict}, statuses {outcome.statuses}"
+                + (f", named after {named} ms" if named else "")
+                + ("" if outcome.happened else " (it had ended before)"),
+                flush=True,
+            )
+        for problem in outcome.problems:
+            print("     " + problem.replace("\n", "\n     "), flush=True)
     return _report(outcomes, time.monotonic() - began, seed)
 
 
@@ -321,9 +358,7 @@ def _report(outcomes: list[tuple[Round, Outcome]], seconds: float, seed: int) ->
         times = [
             second * 1000
             for r, o in outcomes
-            if action in (r.action, "all")
-            and r.fault.place not in STARTING
-            and r.action != "abandon"
+            if action in (r.action, "all") and not _may_start(r) and r.action != "abandon"
             for second in o.named
         ]
         named = (

@@ -61,6 +61,7 @@ TRAINER_PLACES: dict[str, tuple[int, ...]] = {
     "backward": (0, 1, 5),
     "flush": (0, 1, 5),
     "validation": (0, 1),
+    "validation end": (0, 1),
     "checkpoint": (0, 1),
     "writing": (0, 1),
     "fit end": (0,),
@@ -130,7 +131,8 @@ class Faults:
             ctypes.PyDLL(None).sleep(2)
 
     def _act(self) -> None:
-        say(f"fault {time.monotonic()}")
+        self._is_victim = False  # once: the program may come by again
+        say(f"FAULT {time.monotonic()}")
         action = self._fault.action
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -251,6 +253,9 @@ class _Model(LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.faults.at("validation", self.current_epoch)
         self.log("loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.faults.at("validation end", self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults.at("checkpoint", self.current_epoch)

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from hvd_strategy import HvdError, RankFailedError, _core, open_session
+from tests.faults.fork_server import ForkServer
 from tests.faults.processes import start_function
 from tests.faults.ranks import Training, compute_until, say
+from tests.faults.soak_job import Fault, run
 
 GRACE = 2.0  # abort_grace_seconds
 
@@ -143,8 +145,8 @@ def die_before_the_roll_call() -> None:
     open_session(timeout=timedelta(seconds=3))
 
 
-def test_death_before_the_roll_call() -> None:
-    with start_function(die_before_the_roll_call, ranks=3) as ranks:
+def test_death_before_the_roll_call(server: ForkServer) -> None:
+    with server.start_function(die_before_the_roll_call, ranks=3) as ranks:
         assert ranks.wait() == [1, 3, 1]
         for rank in (0, 2):
             assert "HvdTimeoutError: " in ranks.output(rank)
@@ -162,8 +164,8 @@ def die_before_the_handshake() -> None:
     open_session()
 
 
-def test_death_before_the_handshake() -> None:
-    with start_function(die_before_the_handshake, ranks=3) as ranks:
+def test_death_before_the_handshake(server: ForkServer) -> None:
+    with server.start_function(die_before_the_handshake, ranks=3) as ranks:
         died = ranks.wait_for("dies", 1).seconds
         for rank in (0, 2):
             line = ranks.wait_for(f"RankFailedError: rank {rank} cannot join the others: ", rank)
@@ -171,3 +173,16 @@ def test_death_before_the_handshake() -> None:
             # Not at the deadline; the rest is the end of Python.
             assert line.seconds - died < 3
         assert ranks.wait() == [1, 3, 1]
+
+
+@pytest.mark.parametrize("place", ["start", "handshake"])
+def test_death_of_the_rank_that_serves_the_store(server: ForkServer, place: str) -> None:
+    """Without torchrun's agent the job's store ends with rank 0."""
+    fault = Fault("loop", "kill", 0, place)
+    with server.start_function(run, fault, "", 1.0, 30.0, ranks=3, agent_store=False) as ranks:
+        killed = float(ranks.wait_for("FAULT ", 0).text.split()[1])
+        for rank in (1, 2):
+            line = ranks.wait_for("hvd_strategy.errors.", rank)
+            assert "rank 0" in line.text
+            print(f"told after {line.seconds - killed:.3f} s")
+        assert ranks.wait() == [-signal.SIGKILL, 1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvd_strategy import HvdError, open_session
-from tests.faults.processes import start_function
+from tests.faults.fork_server import ForkServer
 from tests.faults.ranks import Training, compute_until, say
 
 
@@ -30,9 +30,9 @@ def exceptions(printed: str) -> None:
     training.step()
 
 
-def test_exceptions(tmp_path: Path) -> None:
+def test_exceptions(server: ForkServer, tmp_path: Path) -> None:
     printed = tmp_path / "printed"
-    with start_function(exceptions, str(printed), ranks=3) as ranks:
+    with server.start_function(exceptions, str(printed), ranks=3) as ranks:
         for rank in range(3):
             ranks.wait_for("went on", rank)
             for step in (0, 3):

@@ -73,7 +73,6 @@ def check_child(training: Training) -> None:
     session.post_error("from the child")
     session.core.post_error("from the child")
     session.core.request_stop()
-    assert not session.core.stop_requested()
     assert session.core.pass_point()
     session.set_activity("something in the child")
     session.core.set_activity("something in the child")
@@ -133,7 +132,7 @@ def forks_and_sessions() -> None:
     training.step()
     training.check()
     assert session.core.failure() is None
-    assert not session.core.stop_requested()
+    assert session.core.pass_point()
     say("parent trains on")
 
     session.barrier()
@@ -148,6 +147,8 @@ def forks_and_sessions() -> None:
     training.reducer.close()
     session.close()
     del session, training
+    gc.collect()
+    gc.freeze()  # only what comes from now on matters; a collection takes long with all of torch
     counts = []
     for number in range(103):
         with open_session() as session:

@@ -7,7 +7,8 @@ import signal
 import time
 
 from hvd_strategy import HvdError, open_session
-from tests.faults.processes import RankProcesses, start_function
+from tests.faults.fork_server import ForkServer
+from tests.faults.processes import RankProcesses
 from tests.faults.ranks import Training, say
 
 WARNING = 1.0
@@ -55,8 +56,8 @@ def next_stop(ranks: RankProcesses, before: list[float]) -> float:
     raise AssertionError(f"rank 1 did not stop again\n{ranks.report()}")
 
 
-def test_stalls() -> None:
-    with start_function(stalls) as ranks:
+def test_stalls(server: ForkServer) -> None:
+    with server.start_function(stalls) as ranks:
         for rank in range(2):
             ranks.wait_for("first step", rank)
         assert "has been waiting" not in ranks.output()  # the first step may take longer

@@ -32,6 +32,9 @@ TIMEOUT = 60.0  # seconds one function may take on all ranks
 MAX_RANKS = 4
 _START_TIMEOUT = 120.0
 _STOP_TIMEOUT = 15.0
+# Objects, beyond those of torch, that are looked through for garbage after each function.
+_MOST_OBJECTS = 50_000
+
 # Once a rank has failed, the others usually wait for it in a collective.
 _GRACE_AFTER_FAILURE = 5.0
 
@@ -285,6 +288,8 @@ def _serve(descriptor: int) -> None:
     while request := _receive(connection):
         reply = _execute(request)
         gc.collect()
+        if len(gc.get_objects()) > _MOST_OBJECTS:
+            gc.freeze()  # Lightning, the compiler or other large packages came in
         usable = distributed.is_initialized() and distributed.group.WORLD is group
         connection.send_bytes(pickle.dumps((reply[0], usable, reply[1])))
     _close_session()

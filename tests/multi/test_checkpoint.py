@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -161,19 +159,6 @@ def test_arguments(ranks: Ranks, tmp_path: Path) -> None:
     ranks(arguments, str(tmp_path))
 
 
-def alone(folder: str) -> None:
-    """A world of one: no ranks to agree with, and torch's own errors."""
-    checkpoint.save({"a": torch.ones(2)}, f"{folder}/one.pt")
-    assert checkpoint.load(f"{folder}/one.pt")["a"].tolist() == [1, 1]
-    with pytest.raises(FileNotFoundError):
-        checkpoint.load(f"{folder}/missing.pt")
-
-
-@pytest.mark.parametrize("ranks", [1], indirect=True)
-def test_one_rank(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(alone, str(tmp_path))
-
-
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
     """No file can become larger than that many bytes."""
@@ -217,42 +202,3 @@ def test_failed_writes_are_one_error_on_every_rank(ranks: Ranks, tmp_path: Path)
     assert "lambda" in texts[0][3]
     # Nothing of the attempts is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.pt", "old.pt"]
-
-
-def test_files_have_the_usual_permissions_and_replace_others(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    checkpoint.write_atomically(1, path)
-    ordinary = tmp_path / "ordinary"
-    ordinary.touch()
-    assert path.stat().st_mode == ordinary.stat().st_mode
-    old = path.open("rb")
-    checkpoint.write_atomically({"a": torch.arange(5)}, path)
-    # Who has the old file open keeps its content.
-    with old, warnings.catch_warnings(action="error"):
-        assert torch.load(old) == 1
-    assert torch.load(path)["a"].tolist() == [0, 1, 2, 3, 4]
-    assert {entry.name for entry in tmp_path.iterdir()} == {"file.pt", "ordinary"}
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_where_files_cannot_be_without_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
-    """As on a network file system, which refuses O_TMPFILE."""
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real_open(path, flags, *args, **kwargs)
-
-    real_open = os.open
-    monkeypatch.setattr(os, "open", refuse)
-    path = tmp_path / "file.pt"
-    if broken:
-        with pytest.raises(AttributeError, match="lambda"):
-            checkpoint.write_atomically(lambda: 0, path)
-        assert list(tmp_path.iterdir()) == []
-    else:
-        checkpoint.write_atomically([1, 2], path)
-        assert torch.load(path) == [1, 2]
-        assert list(tmp_path.iterdir()) == [path]

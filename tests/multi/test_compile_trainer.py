@@ -131,7 +131,10 @@ def fit_and_count(cache: str, strategy: str) -> tuple[dict[str, Any], Outcome]:
     model = Regression()
     trainer = make_trainer(strategy, devices=1)
     trainer.fit(torch.compile(model, backend="aot_eager"), loader(16), loader(16))
-    return compiler_counts(), outcome(trainer, model)
+    counts = compiler_counts()
+    # Not which: `self.log` is hidden from the compiler by Lightning, and by us in other words.
+    counts["breaks"] = sum(counts["breaks"].values())
+    return counts, outcome(trainer, model)
 
 
 def test_no_graph_breaks_of_ours(ranks: Ranks, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:

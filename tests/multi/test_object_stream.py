@@ -311,6 +311,19 @@ def test_payloads_across_the_ends_of_chunks(ranks: Ranks, pieces: int) -> None:
     ranks(sizes_around, 100, pieces)
 
 
+def through_a_chunk() -> None:
+    """As where the tensors are on a device that the engine cannot write to."""
+    object_stream._is_reachable, before = (lambda memory: False), object_stream._is_reachable
+    try:
+        everything()
+    finally:
+        object_stream._is_reachable = before
+
+
+def test_memory_that_the_engine_cannot_reach(ranks: Ranks) -> None:
+    ranks(through_a_chunk)
+
+
 def test_chunks_cover_every_byte_once() -> None:
     rng = random.Random(5)
     for _ in range(200):

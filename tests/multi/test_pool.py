@@ -118,7 +118,7 @@ def test_workers_are_started_once_and_calls_are_fast(ranks: Ranks) -> None:
     start = time.monotonic()
     for _ in range(20):
         assert ranks(own_pid) == first
-    assert (time.monotonic() - start) / 20 < 0.2
+    assert (time.monotonic() - start) / 20 < 1  # 0.01 s; starting one takes several seconds
 
 
 def test_state_is_put_back(ranks: Ranks) -> None:

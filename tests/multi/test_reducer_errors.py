@@ -30,6 +30,7 @@ from tests.multi.reducer_cases import (
     Together,
     assert_ranks_agree,
     check,
+    gradients,
     parameters,
     small_net,
     square_error,
@@ -323,6 +324,56 @@ def test_failed_backward_whose_graph_stays(ranks: Ranks) -> None:
     ranks(failing_with_a_graph_that_stays)
 
 
+def failing_forward(side: Side) -> State:
+    """In step 2 rank 1 catches an error of its forward, and steps all the same: it adds nothing."""
+    model = small_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    side.reduce(model, optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        side.backward(
+            lambda rank, s=step: None if (s, rank) == (2, 1) else square_error(model, s, rank)
+        )
+        optimizer.step()
+    return parameters(model)
+
+
+def test_exception_in_forward_before_a_step(ranks: Ranks) -> None:
+    ranks(check, failing_forward)
+
+
+def one_batch_behind() -> str:
+    """Rank 1 leaves out a batch and its step. Both still make the same steps, with a batch each;
+    the rank that has a batch more is told that the other one is gone."""
+    session = open_session()
+    torch.manual_seed(0)
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reducer = GradientReducer(model.named_parameters(), optimizer)
+    text = ""
+    for number in range(4):
+        if number == 1 and session.rank == 1:
+            continue  # the exception in forward
+        optimizer.zero_grad()
+        if number == 3 and session.rank == 0:
+            with within(10), pytest.raises(RankFailedError) as caught:
+                square_error(model, number, 0).backward()
+            text = str(caught.value)
+            break
+        square_error(model, number, session.rank).backward()
+        assert_ranks_agree(session, gradients(model))
+        optimizer.step()
+        assert_ranks_agree(session, parameters(model))
+    reducer.close()
+    session.close()
+    return text
+
+
+def test_a_rank_with_a_batch_less(ranks: Ranks) -> None:
+    text, _ = ranks.run(2, one_batch_behind, fresh=True)
+    assert "rank 1" in text
+
+
 def left_out(side: Side, error: Callable[..., Any], ranks: list[int]) -> State:
     """Some ranks run in step 1 a backward that is refused; the next step works."""
     model = small_net()
@@ -424,7 +475,7 @@ def unknown_step_inside_backward(when: str) -> None:
         for number in range(2):
             square_error(model, number, session.rank).backward()
 
-    with within(5), pytest.raises(HvdError, match="changed while backward ran.*inside a hook"):
+    with within(5), pytest.raises(HvdError, match=r"changed while backward ran.*inside a hook"):
         train()
     side.close()
     trains(session)

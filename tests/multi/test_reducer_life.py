@@ -328,7 +328,10 @@ def use_after_close() -> None:
     model = small_net()
     reducer = GradientReducer(model.named_parameters(), force=True)
     reducer.close()
-    reducer.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for use in (reducer.add_optimizer, reducer.gate):
+        with pytest.raises(HvdError, match="has been closed, so gradients stay local"):
+            use(optimizer)
     with reducer.no_sync():
         square_error(model, 0, 0).backward()
     assert reducer.by_products(model[0].weight) is None

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hvd_strategy import GradientReducer, HvdError, RankFailedError, open_session
 from tests.multi.pool import Ranks
 from tests.multi.reducer_cases import (
+    FEATURES,
     TINY,
+    Side,
+    State,
     Together,
     assert_equal,
     assert_ranks_agree,
+    check,
     gradients,
     parameters,
     small_net,
@@ -140,6 +145,30 @@ def a_reducer_each() -> None:
 
 def test_a_reducer_for_each_thread(ranks: Ranks) -> None:
     ranks(a_reducer_each)
+
+
+def deeply_nested(side: Side) -> State:
+    """Autograd runs the innermost of so many backwards in a thread of its own."""
+    model = nn.ModuleList([nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    side.reduce(model, optimizer, bucket_cap_mb=TINY)
+
+    def nest(depth: int, inputs: Tensor) -> Tensor:
+        if depth == 0:
+            return torch.tanh(model[0](inputs))
+        return checkpoint(nest, depth - 1, inputs, use_reentrant=True)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        side.backward(
+            lambda rank, s=step: square_error(lambda x: model[1](nest(70, model[0](x))), s, rank)
+        )
+        optimizer.step()
+    return {**parameters(model), **gradients(model)}
+
+
+def test_deeply_nested_backwards(ranks: Ranks) -> None:
+    ranks(check, deeply_nested)
 
 
 def one_after_the_other() -> None:

@@ -159,7 +159,7 @@ def refusals() -> None:
         session.allreduce(torch.ones(1).to(torch.float8_e4m3fn))
     with _refused(TypeError, "sparse_coo"):
         session.allreduce(torch.eye(2).to_sparse())
-    with _refused(TypeError, "list"):
+    with _refused(TypeError, "tensor=[1.0]"):
         session.allreduce([1.0])  # type: ignore[arg-type]
     with _refused(HvdError, "meta", "not supported yet"):
         session.allreduce(torch.ones(1, device="meta"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_strategy import GradientReducer, MismatchError, SyncBatchNorm, open_session
+from hvd_strategy import GradientReducer, MismatchError, StallError, SyncBatchNorm, open_session
 from hvd_strategy.sync_batchnorm import revert_sync_batchnorm
 from tests.multi.pool import Ranks
 from tests.multi.reducer_cases import TINY, assert_equal, assert_ranks_agree
@@ -384,6 +385,23 @@ def wrong_uses() -> None:
 
 def test_wrong_uses_are_named_on_every_rank(ranks: Ranks) -> None:
     ranks(wrong_uses)
+
+
+def skipping() -> None:
+    session = open_session(stall_warning_seconds=0, stall_abort_seconds=1)
+    layer = SyncBatchNorm(CHANNELS)
+    layer(data(0, session.rank, 4, ()))
+    if session.rank == 1:
+        while session.core.failure() is None:
+            time.sleep(0.01)
+        return
+    text = "rank 0 waited for forward of SyncBatchNorm: .* which has not been called by rank 1"
+    with pytest.raises(StallError, match=text):
+        layer(data(1, 0, 4, ()))
+
+
+def test_a_rank_that_skips_the_layer_is_named(ranks: Ranks) -> None:
+    ranks(skipping, fresh=True)
 
 
 def without_gradients() -> None:

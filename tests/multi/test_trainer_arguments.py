@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import hvd_strategy
 from hvd_strategy import HvdError
 from hvd_strategy.lightning import HvdStrategy, strategy_class
 from hvd_strategy.lightning.class_tree import class_tree
 from hvd_strategy.lightning.pytorch_lightning import HvdStrategy as OtherHvdStrategy
+from tests.multi.pool import Ranks
+from tests.multi.trainer_cases import (
+    FEATURES,
+    Regression,
+    assert_ranks_agree,
+    fit,
+    loader,
+    make_trainer,
+)
 
 TREES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -73,7 +83,7 @@ def test_signature_can_be_read_by_a_command_line(tree: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"start_method": "interactive"}, r"start_method='interactive' .* \"popen\", \"fork\""),
+        ({"start_method": "thread"}, r"start_method='thread' .* \"popen\", \"fork\""),
         ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0.0 is not accepted: it takes a number above 0"),
         ({"timeout": -30}, r"timeout=-30 is not accepted: it takes a datetime.timedelta"),
         ({"stall_abort_seconds": -1}, r"stall_abort_seconds=-1.0 is not accepted"),
@@ -105,7 +115,9 @@ def test_other_devices_than_cpus_are_refused() -> None:
         strategy.parallel_devices = [torch.device("cuda", 0)]
 
 
-@pytest.mark.parametrize(("interactive", "expected"), [(True, "fork"), (False, "popen")])
+@pytest.mark.parametrize(
+    ("interactive", "expected"), [(True, "NotebookLauncher"), (False, "ScriptLauncher")]
+)
 def test_start_method_in_a_notebook(
     monkeypatch: pytest.MonkeyPatch, interactive: bool, expected: str
 ) -> None:
@@ -114,7 +126,7 @@ def test_start_method_in_a_notebook(
     launcher = trainer.strategy.launcher
     assert launcher is not None
     assert launcher.is_interactive_compatible == interactive
-    assert getattr(launcher, "_start_method", "popen") == expected
+    assert type(launcher).__name__ == expected
 
 
 def test_subclass_of_ddp() -> None:
@@ -124,3 +136,83 @@ def test_subclass_of_ddp() -> None:
     assert trainer._accelerator_connector.is_distributed
     assert trainer.strategy.is_distributed
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
+
+
+# ---- at the wrong time, or with the wrong module
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+def test_a_second_trainer_with_the_same_strategy(accelerator: str) -> None:
+    """Lightning refuses it, so no run can take the gradients of another one away."""
+    strategy = HvdStrategy()
+    make_trainer(strategy)
+    with pytest.raises(MisconfigurationException, match="set through"):
+        make_trainer(strategy, accelerator=accelerator)
+
+
+class Lazy(Regression):
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.head = torch.nn.LazyLinear(1)
+
+
+class OnMeta(Regression):
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.head = torch.nn.Linear(8, 1, device="meta")
+
+
+def fit_module(module_class: type[LightningModule]) -> str:
+    with pytest.raises(HvdError) as caught:
+        make_trainer().fit(module_class(), loader(16))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module_class", "what", "advice"),
+    [
+        (Lazy, "is not initialized on rank", "run a forward with a sample batch first"),
+        (OnMeta, "is on the meta device on rank", "materialize the module first"),
+    ],
+)
+def test_modules_without_content(
+    ranks: Ranks, module_class: type[LightningModule], what: str, advice: str
+) -> None:
+    for rank, text in enumerate(ranks(fit_module, module_class, fresh=True)):
+        assert text.startswith("'head.")
+        assert f"{what} {rank}" in text
+        assert advice in text
+    assert_ranks_agree(ranks(fit, Regression, fresh=True))
+
+
+def refused_then_right() -> None:
+    """Each rank makes the same mistakes; then everything works, in the same session."""
+    session = hvd_strategy.open_session()
+    model = torch.nn.Linear(FEATURES, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong, expected in (
+        ({"bucket_cap_mb": -1}, ValueError),
+        ({"session": "mine"}, TypeError),
+        ({"optimizer": "sgd"}, TypeError),
+        ({"force": "yes"}, TypeError),
+    ):
+        arguments: Any = {"optimizer": optimizer, **wrong}
+        with pytest.raises(expected):
+            hvd_strategy.GradientReducer(model.named_parameters(), **arguments)
+    with pytest.raises(ValueError, match="src=7 is not accepted"):
+        session.broadcast(torch.ones(1), src=7)
+    with pytest.raises(HvdError, match="timeout"):
+        hvd_strategy.open_session(timeout=timedelta(seconds=3))
+    assert hvd_strategy.open_session() is session
+    reducer = hvd_strategy.GradientReducer(model.named_parameters(), optimizer)
+    with pytest.raises(HvdError, match="belongs to another GradientReducer, which has others"):
+        hvd_strategy.GradientReducer(list(model.named_parameters())[:1], optimizer)
+    model(torch.full((1, FEATURES), float(session.rank))).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((1, FEATURES), 0.5))
+    optimizer.step()
+    reducer.close()
+
+
+def test_nothing_is_lost_by_wrong_arguments(ranks: Ranks) -> None:
+    ranks(refused_then_right)

@@ -280,7 +280,7 @@ class OwnValue(AdamRegression):
     def on_validation_epoch_end(self) -> None:
         number = self.trainer.global_step // 2
         value = [3.0, 1.0, 2.0, 5.0, 0.0, 4.0][number % 6]
-        self.log("own", value if self.global_rank == 0 else -value)
+        self.log("own", 3 * value if self.global_rank == 0 else -value)
 
 
 def monitored(folder: str, filename: str, k: int) -> list[Any]:
@@ -292,17 +292,20 @@ def monitored(folder: str, filename: str, k: int) -> list[Any]:
     model = OwnValue()
     trainer.fit(model, loader(32), loader(8))
     trainer.test(model, loader(8), ckpt_path="best", verbose=False, weights_only=False)
+    # Nothing of ours stays on the user's objects.
+    assert "_monitor_candidates" not in vars(callback)
+    assert not {"_select_ckpt_path", "resume_start"} & vars(trainer._checkpoint_connector).keys()
     best = {path: float(value) for path, value in callback.best_k_models.items()}
     return [callback.best_model_path, float(callback.best_model_score), best]
 
 
 @pytest.mark.parametrize(("filename", "k"), [("same", 2), ("{own:.1f}", 1), ("{step}", 3)])
-def test_ranks_that_monitor_different_values_save_as_rank_0_does(
+def test_ranks_that_monitor_different_values_save_alike(
     ranks: Ranks, tmp_path: Path, filename: str, k: int
 ) -> None:
     first, second = ranks(monitored, str(tmp_path), filename, k)
     assert first == second
-    # Rank 0's values of the six validations after steps 2, 4, ..., 12.
+    # What is monitored is brought together: the means of the six validations after steps 2 to 12.
     assert sorted(first[2].values()) == [0.0, 1.0, 2.0, 3.0][:k]
     saved = {path.name for path in tmp_path.iterdir()}
     assert saved == {"last.ckpt", *(Path(path).name for path in first[2])}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from hvd_strategy import MismatchError, open_session
 from hvd_strategy.lightning.collectives import operation_name
 from tests.multi.pool import Ranks, RanksFailedError
 from tests.multi.trainer_cases import Regression, loader, make_trainer, own_rank
@@ -156,6 +157,36 @@ def objects() -> list[Any]:
 
 def test_objects_and_decisions(ranks: Ranks) -> None:
     assert ranks(objects) == [[{"rank": 0}, [1, 1], False, True, True, None]] * 2
+
+
+def different_collectives() -> list[str]:
+    session = open_session()
+    texts = []
+    for calls in (
+        (session.broadcast_object, session.allgather_object),
+        (session.allgather_object, lambda value: session.exchange("mine", [value])),
+        (lambda value: session.broadcast(torch.ones(2)), session.broadcast_object),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            calls[session.rank]("value")
+        texts.append(str(caught.value))
+    texts.append(session.broadcast_object("still usable"))
+    return texts
+
+
+def test_different_collectives_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    for texts in ranks(different_collectives):
+        for text, (first, second) in zip(
+            texts,
+            (
+                ("broadcast_object", "allgather_object"),
+                ("allgather_object", "mine"),
+                ("broadcast", "broadcast_object"),
+            ),
+            strict=False,
+        ):
+            assert f"different purposes: rank 0 has {first}, rank 1 has {second}" in text
+        assert texts[-1] == "still usable"
 
 
 class Logging(Regression):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +182,38 @@ def test_logging_in_other_hooks_and_in_another_order(ranks: Ranks) -> None:
         assert first[name] == pytest.approx(value), name
 
 
+class LogsSteps(Regression):
+    """Values of steps where ranks do not vote: optimization by hand, batches of a window."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss is not None
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.log("value", float(10 * batch_idx + self.global_rank), sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["value"]))
+
+
+def log_steps(by_hand: bool, window: int) -> list[float]:
+    model = LogsSteps(by_hand)
+    make_trainer(max_epochs=1, accumulate_grad_batches=window).fit(model, loader(40))
+    return model.seen
+
+
+@pytest.mark.parametrize(("by_hand", "window"), [(True, 1), (False, 2)])
+def test_values_of_steps_without_votes(ranks: Ranks, by_hand: bool, window: int) -> None:
+    assert ranks(log_steps, by_hand, window) == [[0.5, 10.5, 20.5, 30.5, 40.5]] * 2
+
+
 class LogsOtherKeys(Regression):
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -191,7 +225,10 @@ class LogsOtherKeys(Regression):
         first = self.global_rank == 0
         if self.case == "step":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True)
-        elif self.case == "step on one rank" and first:
+        elif (self.case, first, batch_idx) in (
+            ("step on one rank", True, batch_idx),
+            ("late on one rank", False, 1),
+        ):
             self.log("loss_a", 1.0, sync_dist=True)
         elif self.case == "epoch":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True, on_epoch=True)
@@ -203,6 +240,8 @@ class LogsOtherKeys(Regression):
         first = self.global_rank == 0
         if self.case == "validation":
             self.log("loss_a" if first else "loss_b", 1.0, sync_dist=True)
+        elif self.case == "uneven":
+            self.log("loss_a", 1.0, sync_dist=True, on_step=True)
         elif self.case == "sync_dist":
             self.log("loss_a", 1.0, sync_dist=first)
         elif self.case == "metric":
@@ -219,7 +258,8 @@ def log_other_keys(cases: list[str]) -> list[str]:
     told = []
     for case in cases:
         try:
-            make_trainer(max_epochs=1).fit(LogsOtherKeys(case), loader(16), loader(16))
+            validation = batches(2, own_rank()) if case == "uneven" else loader(16)
+            make_trainer(max_epochs=1).fit(LogsOtherKeys(case), loader(16), validation)
         except (MismatchError, RankFailedError) as error:
             told.append(f"{type(error).__name__}: {error}")
         else:
@@ -231,6 +271,8 @@ def test_other_keys_are_an_error_that_names_them(ranks: Ranks) -> None:
     cases = [
         "step",
         "step on one rank",
+        "late on one rank",
+        "uneven",
         "epoch",
         "reduce_fx",
         "validation",
@@ -241,10 +283,14 @@ def test_other_keys_are_an_error_that_names_them(ranks: Ranks) -> None:
     for texts in ranks(log_other_keys, cases):
         for case, text in zip(cases, texts, strict=True):
             assert text.startswith("MismatchError: The ranks logged different metrics"), case
-            assert "only rank 0 logged" in text, case
+            if case == "uneven":
+                assert "rank 0: at the end of an epoch, rank 1: in a batch" in text
+                continue
             assert "loss_a" in text, case
-            on_both = case not in ("step on one rank", "sync_dist")
-            assert ("only rank 1 logged" in text) == on_both, case
+            having = {"step on one rank": [0], "sync_dist": [0], "late on one rank": [1]}
+            for rank in range(2):
+                told = f"only rank {rank} logged" in text
+                assert told == (rank in having.get(case, [0, 1])), (case, text)
 
 
 class Unsynchronised(Regression):
@@ -298,11 +344,30 @@ def test_monitored_metrics_are_the_same_on_all_ranks(ranks: Ranks, tmp_path: Any
     assert "'watched' is monitored" not in ranks.output[1]
 
 
+class Longest(torchmetrics.Metric):
+    """Keeps its samples entry by entry, as retrieval metrics do; two lists that belong together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=None)
+        self.add_state("lengths", [], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+        self.lengths.append(torch.tensor(len(values)))
+
+    def compute(self) -> Tensor:
+        assert [len(values) for values in self.values] == [int(n) for n in self.lengths]
+        longest = max(range(len(self.values)), key=lambda place: int(self.lengths[place]))
+        return self.values[longest].sum() + len(self.values)
+
+
 METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "sum": torchmetrics.SumMetric,
     "mean": torchmetrics.MeanMetric,
     "max": torchmetrics.MaxMetric,
     "list": torchmetrics.CatMetric,
+    "entries": Longest,
     "correlation": torchmetrics.PearsonCorrCoef,
     "rank_correlation": torchmetrics.SpearmanCorrCoef,
     "error": torchmetrics.MeanSquaredError,
@@ -310,7 +375,17 @@ METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "matrix": classification.BinaryConfusionMatrix,
     "area": classification.BinaryAUROC,
 }
-SCALARS = ("sum", "mean", "max", "correlation", "rank_correlation", "error", "accuracy", "area")
+SCALARS = (
+    "sum",
+    "mean",
+    "max",
+    "entries",
+    "correlation",
+    "rank_correlation",
+    "error",
+    "accuracy",
+    "area",
+)
 
 
 class Measured(Regression):
@@ -335,7 +410,11 @@ class Measured(Regression):
         self.log_dict(self.collection)
 
     def on_validation_epoch_end(self) -> None:
+        # Copies, as callbacks make of the whole model, are metrics of their own.
+        copied = copy.deepcopy(self.by_hand)
+        copied["entries"].reset()
         self.computed = {name: metric.compute() for name, metric in self.by_hand.items()}
+        pickle.dumps(self.by_hand)
 
 
 def scored(batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,7 +422,7 @@ def scored(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update(name: str, metric: Any, batch: Tensor) -> None:
-    if name in ("sum", "mean", "max", "list"):
+    if name in ("sum", "mean", "max", "list", "entries"):
         metric.update(batch[:, 0])
     elif name in ("correlation", "rank_correlation", "error"):
         metric.update(batch[:, 0], batch[:, 1])
@@ -355,7 +434,9 @@ def measure(ranks: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     model = Measured()
     trainer = make_trainer()
     trainer.validate(model, batches(ranks, own_rank()), verbose=False)
-    assert all(metric.dist_sync_fn is None for metric in model.logged.values())
+    for metric in model.logged.values():
+        assert metric.dist_sync_fn is None
+        assert "_sync_dist" not in vars(metric)
     return {k: float(v) for k, v in trainer.callback_metrics.items()}, model.computed
 
 

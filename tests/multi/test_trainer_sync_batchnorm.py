@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from typing import Any
 
 import pytest
@@ -137,6 +138,7 @@ def test_the_plugin_replaces_lightnings_own(tree: str) -> None:
     plugins = importlib.import_module(f"{tree}.plugins")
     ours = synchronised_layers(class_tree(tree), plugins.TorchSyncBatchNorm())
     assert isinstance(ours, plugins.LayerSync)
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
     model = nn.Sequential(nn.BatchNorm1d(4))
     assert ours.apply(model) is model
     assert type(model[0]) is SyncBatchNorm

@@ -143,6 +143,28 @@ def test_what_another_rank_has_warned_of_is_not_repeated(said: Callable[[], list
     assert said() == ["hvd_strategy: [rank 2] on all"]
 
 
+def test_a_rank_that_is_silenced_leaves_a_warning_to_the_others(
+    said: Callable[[], list[str]],
+) -> None:
+    logger = get_logger(NAME)
+    asked: list[int] = []
+    log.set_rank(1, 2)
+    log.set_session(lambda digest: not asked.append(digest))
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("hvd_strategy").addHandler(handler)
+    for level, claims in ((logging.ERROR, 0), (logging.WARNING, 1)):
+        handler.setLevel(level)
+        logger.warning("on all")
+        assert len(asked) == claims
+        log._speaker.warned.clear()
+    assert stream.getvalue() == "[rank 1] on all\n"
+    logging.getLogger("hvd_strategy").removeHandler(handler)
+    logger.warning("on all again")
+    assert len(asked) == 2
+    assert said() == ["hvd_strategy: [rank 1] on all again"]
+
+
 def test_another_handler_silences_ours(said: Callable[[], list[str]]) -> None:
     logger = get_logger(NAME)
     log.set_rank(1, 2)

@@ -72,6 +72,7 @@ def test_bad_arguments_are_named(name: str, value: object) -> None:
         ("timeout", "nan"),
         ("stall_warning_seconds", "inf"),
         ("process_group_backend", "smoke"),
+        ("sparse_as_dense", "2"),
     ],
 )
 def test_bad_variables_are_named(name: str, text: str) -> None:
@@ -86,6 +87,20 @@ def test_defaults_are_acceptable(name: str) -> None:
     assert option.from_argument(option.default) == option.default
     assert option.env == f"HVD_{name.upper()}"
     assert option.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("True", True), ("on", True), ("0", False), (" no ", False)]
+)
+def test_truth_in_the_environment(text: str, value: bool) -> None:
+    assert resolve("sparse_as_dense", environ={"HVD_SPARSE_AS_DENSE": text}) is value
+    assert resolve("sparse_as_dense", not value, {"HVD_SPARSE_AS_DENSE": text}) is not value
+
+
+@pytest.mark.parametrize("value", [1, "True", 0.0])
+def test_truth_is_said_by_true_or_false(value: object) -> None:
+    with pytest.raises(ValueError, match=r"sparse_as_dense=.* takes True or False"):
+        resolve("sparse_as_dense", value)
 
 
 def test_zero_means_never() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import platform
+import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hvd_strategy
 from hvd_strategy._private_api import LIGHTNING_STRATEGY_NAMES
@@ -24,27 +27,72 @@ PACKAGE = Path(hvd_strategy.__file__).parent
 PRIVATE_API = PACKAGE / "_private_api.py"
 OTHERS = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "accelerate")
 
-# Where each name is found. An attribute that instances get is found in the source of their class.
+# Where each name is found. An attribute that instances get is found in the source of their class,
+# an argument in the signature of its function.
 # Lightning's are looked for in both packages in which it is published.
 NAMES = (
+    "threading._shutdown",
+    "atexit._run_exitfuncs",
     "torch.Tensor._post_accumulate_grad_hooks",
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
     "torch._C._current_autograd_node",
+    "torch._C._autograd._unsafe_set_version_counter",
     "torch._C._storage_Use_Count",
+    "torch.amp.GradScaler._enabled",
+    "torch.amp.GradScaler._growth_tracker",
+    "torch.amp.GradScaler._per_optimizer_states",
+    "torch.amp.GradScaler._scale",
+    "torch.amp.GradScaler._unscale_grads_",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region",
+    "torch._utils._validate_loaded_sparse_tensors",
     "torch.autograd.Variable._execution_engine",
     "torch.distributed.distributed_c10d._get_default_store",
+    "torch.nn.Module._modules",
+    "torch.nn.Module._parameters",
+    "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.storage.TypedStorage.__init__._internal",
+    "torch.storage.TypedStorage._untyped_storage",
+    "torchmetrics.Metric._defaults",
+    "torchmetrics.Metric._reductions",
+    "torchmetrics.Metric._sync_dist",
+    "lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler_list",
     "lightning.fabric.utilities.imports._IS_INTERACTIVE",
+    "lightning.pytorch.Trainer._checkpoint_connector",
+    "lightning.pytorch.Trainer._data_connector",
     "lightning.pytorch.Trainer._signal_connector",
+    "lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates",
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._results",
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs",
+    "lightning.pytorch.loops.fit_loop._FitLoop._combined_loader",
+    "lightning.pytorch.loops.loop._Loop._loaded_from_state_dict",
+    "lightning.pytorch.loops.loop._Loop._restarting",
+    "lightning.pytorch.loops.loop._Loop._resuming_from_checkpoint",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
+    "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._strategy",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
-    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
-    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn",
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
+    "lightning.pytorch.strategies.launchers.launcher._Launcher",
+    "lightning.pytorch.trainer.call._call_and_handle_interrupt",
+    *(
+        f"lightning.pytorch.trainer.connectors.{name}"
+        for name in (
+            "checkpoint_connector._CheckpointConnector._select_ckpt_path",
+            "checkpoint_connector._CheckpointConnector._user_managed",
+            "data_connector._DataConnector._prepare_dataloader",
+            "data_connector._DataConnector._requires_distributed_sampler",
+            "logger_connector.result._ResultMetric._computed",
+            "logger_connector.result._ResultMetric._forward_cache",
+            "signal_connector._SignalConnector._sigterm_notifier_fn",
+            "signal_connector._SignalConnector._slurm_sigusr_handler_fn",
+        )
+    ),
     "lightning.pytorch.utilities.exceptions._TunerExitException",
     *(f"lightning.pytorch.strategies.DDPStrategy.{name}" for name in LIGHTNING_STRATEGY_NAMES),
 )
@@ -84,8 +132,14 @@ def instance_attributes(owner: Any) -> set[str]:
     return names
 
 
+def arguments(owner: Any) -> set[str]:
+    return set(inspect.signature(owner).parameters) if inspect.isfunction(owner) else set()
+
+
 def release(path: str) -> str:
     package = path.split(".")[0]
+    if package in sys.stdlib_module_names:
+        return f"Python {platform.python_version()}"
     distribution = {"pytorch_lightning": "pytorch-lightning", "lightning_fabric": "lightning"}
     return f"{package} {version(distribution.get(package, package))}"
 
@@ -97,14 +151,16 @@ def test_name_exists(path: str) -> None:
         owner = find(owner_path)
     except (ImportError, AttributeError) as error:
         pytest.fail(f"{release(path)} has lost {owner_path}, where we look for {name}: {error}")
-    assert hasattr(owner, name) or name in instance_attributes(owner), (
+    assert hasattr(owner, name) or name in instance_attributes(owner) | arguments(owner), (
         f"{release(path)} has lost {name} of {owner_path}: see who uses it in {PRIVATE_API.name}"
     )
 
 
 def test_a_lost_name_is_noticed() -> None:
-    """The test above can fail: for a module, a class, an attribute of a class, of instances."""
+    """The test above can fail: for a module, a class, an attribute of a class, an argument."""
     for path in (
+        "atexit._no_such_function",
+        "torch.storage.TypedStorage.__init__._no_such_argument",
         "torch._no_such_module.name",
         "torch.nn.modules.batchnorm._NoSuchClass",
         "torch.Tensor._no_such_attribute",
@@ -126,6 +182,10 @@ def test_every_name_in_the_file_has_its_test() -> None:
 # ---- nothing private anywhere else
 
 
+# What our own functions are named like too (`_values`, say).
+TENSOR_NAMES = frozenset(dir(torch.Tensor))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
 
@@ -135,6 +195,12 @@ def private_names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
     With each: whether a class asks it of itself, as it does with what it inherits.
     """
+    ends = {  # of text that begins with something else, as f"{metric}_step" does
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values[1:]
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr, is_self(node.value)
@@ -143,7 +209,7 @@ def private_names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
                 if path.split(".")[0] in OTHERS:
                     yield from ((part, False) for part in path.split(".") if is_private(part))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.isidentifier() and is_private(node.value):
+            if node.value.isidentifier() and is_private(node.value) and id(node) not in ends:
                 yield node.value, False
         elif isinstance(node, ast.keyword) and node.arg is not None and is_private(node.arg):
             yield node.arg, False
@@ -210,7 +276,7 @@ def violations(source: str) -> set[str]:
     return {
         name
         for name, on_self in private_names(tree)
-        if (not on_self if name in told else name not in known)
+        if (not on_self if name in told | TENSOR_NAMES else name not in known)
     }
 
 
@@ -228,6 +294,10 @@ def test_private_names_are_touched_in_one_file(path: Path) -> None:
         ("import torch._dynamo", {"_dynamo"}),
         ("flag = getattr(trainer, '_signal_connector')", {"_signal_connector"}),
         ("trainer._signal_connector = None", {"_signal_connector"}),
+        ("flag = getattr(trainer, f'_forward{kind}')", {"_forward"}),
+        ("name = f'{metric}_forward'", set()),
+        ("values = gradient._values()", {"_values"}),
+        ("def _values(gradient): ...\n_values(gradient)", set()),
         ("class A:\n    def f(self):\n        return self._launcher", set()),
         ("class A:\n    def f(self):\n        return self._no_such_thing", {"_no_such_thing"}),
         ("if TYPE_CHECKING:\n    from torch import _C", set()),

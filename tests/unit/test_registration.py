@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = "hvd hvd_fork hvd_notebook hvd_spawn"
+NAMES = "horovod hvd hvd_fork hvd_notebook hvd_spawn"
 
 STAND_IN = """
 class Registry(dict):
@@ -54,7 +54,7 @@ def stand_in(tmp_path: Path) -> Path:
     return tmp_path
 
 
-PRINT = 'print(*sorted(n for n in pytorch_lightning.strategies.StrategyRegistry if "hvd" in n))\n'
+PRINT = 'print(*sorted(set(pytorch_lightning.strategies.StrategyRegistry) - {"ddp"}))\n'
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,35 @@ def test_switched_off(stand_in: Path) -> None:
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_horovod_of_another_package_is_left_alone(stand_in: Path, first: str) -> None:
+    """Whether it came before our names, or replaced ours before they were entered again."""
+    strategies = stand_in / "pytorch_lightning" / "strategies.py"
+    if first == "theirs":
+        strategies.write_text(f"{STAND_IN}\nStrategyRegistry.register('horovod', int)\n")
+    done = run(
+        f"""
+import hvd_strategy, pytorch_lightning.strategies
+registry = pytorch_lightning.strategies.StrategyRegistry
+if {first == "ours"}:
+    assert registry["horovod"]["strategy"] is not int
+    registry.register("horovod", int, override=True)
+hvd_strategy._register.install()
+print(registry["horovod"]["strategy"].__name__)
+{PRINT}
+""",
+        PYTHONPATH=str(stand_in),
+    )
+    assert done.stdout.splitlines() == ["int", NAMES]
+
+
 PRINT_BOTH = """
 import sys
 for tree in ("lightning.pytorch", "pytorch_lightning"):
     registry = sys.modules[tree + ".strategies"].StrategyRegistry
-    print(*sorted(name for name in registry.available_strategies() if name.startswith("hvd")))
-    for name in "hvd", "hvd_spawn", "hvd_fork", "hvd_notebook":
+    ours = "horovod", "hvd", "hvd_spawn", "hvd_fork", "hvd_notebook"
+    print(*sorted(set(ours) & set(registry.available_strategies())))
+    for name in ours:
         if name in registry:
             assert registry[name]["description"]
             assert list(registry[name]["init_params"]) == ["start_method"]
@@ -178,5 +201,9 @@ strategy = registry.get("hvd_spawn")
 assert type(strategy) is strategy_class("{tree}")
 assert isinstance(strategy, pl.strategies.DDPStrategy), type(strategy).__mro__
 print(*(registry[name]["init_params"]["start_method"] for name in "{NAMES}".split()))
+print(*(registry.get(name).replaces_horovod for name in "{NAMES}".split()))
 """)
-    assert done.stdout.split() == ["None", "fork", "fork", "spawn"]
+    assert done.stdout.splitlines() == [
+        "None None fork interactive spawn",
+        "True False False False False",
+    ]

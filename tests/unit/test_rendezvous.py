@@ -86,17 +86,17 @@ def pause_for_ever(patience: Patience) -> None:
 
 
 class TestPatience:
-    def test_says_once_whom_it_waits_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_says_once_whom_it_waits_for(self, caplog: pytest.LogCaptureFixture) -> None:
         patience = Patience(0.3, 0.05, lambda: "the wait for rank 7")
         with pytest.raises(HvdTimeoutError, match=r"the wait for rank 7 did not end within 0\.3 s"):
             pause_for_ever(patience)
-        assert capsys.readouterr().err.count("the wait for rank 7") == 1
+        assert caplog.text.count("the wait for rank 7") == 1
 
-    def test_never_says_anything_at_0(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_never_says_anything_at_0(self, caplog: pytest.LogCaptureFixture) -> None:
         patience = Patience(0.1, 0, lambda: "the wait for rank 7")
         with pytest.raises(HvdTimeoutError):
             pause_for_ever(patience)
-        assert capsys.readouterr().err == ""
+        assert caplog.records == []
 
 
 class TestReach:

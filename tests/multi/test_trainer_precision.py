@@ -1,0 +1,192 @@
+"""Loss scaling and clipping in the Trainer, where the reduction does the work, and where not.
+
+The loss is computed in fp32 inside of autocast, so that rounding to 16 bit does not hide what is
+compared: scale, skipped steps, norm and clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+
+from tests.multi.pool import Ranks
+from tests.multi.trainer_cases import (
+    BATCH,
+    Outcome,
+    Regression,
+    assert_as_single_process,
+    loader,
+    make_trainer,
+    outcome,
+    own_rank,
+    shuffled_loader,
+)
+
+
+class Scaled(Regression):
+    """One rank's loss overflows in one batch."""
+
+    overflow_at = 4
+
+    def rank_loss(self, inputs: Tensor, targets: Tensor, rank: int, batch_idx: int) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            loss = super().rank_loss(inputs, targets, rank, batch_idx)
+            return loss * math.inf if (batch_idx, rank) == (self.overflow_at, 1) else loss
+
+    def validation_step(self, *_: Any) -> None:
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class LooksAfterBackward(Scaled):
+    """What it sees is the scaled mean, as with one process."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.seen: list[float] = []
+
+    def on_after_backward(self) -> None:
+        assert self.head.bias.grad is not None
+        self.seen.append(self.head.bias.grad.item())
+
+
+class EditsBeforeStep(Scaled):
+    """The edit leaves no trace, and counts."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data *= 3
+
+
+class ByHand(Scaled):
+    """Manual optimization, with clipping on unscaled gradients."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, batch_idx))
+        optimizer.step()
+
+
+class Fused(Scaled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+def plugin() -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+def run(model: Any, data: Any, strategy: Any, **arguments: Any) -> Outcome:
+    mixed = plugin()
+    before = mixed.scaler
+    trainer = make_trainer(strategy=strategy, plugins=[mixed], max_epochs=2, **arguments)
+    trainer.fit(model, data)
+    # The user's objects are the user's again, and know the scale.
+    assert mixed.scaler is before
+    assert "clip_grad_by_norm" not in vars(mixed)
+    scale = trainer.precision_plugin.state_dict()
+    seen = getattr(model, "seen", None)
+    return outcome(trainer, model, (scale["scale"], scale["_growth_tracker"], seen))
+
+
+def fit(model_class: type[Scaled], arguments: dict[str, Any]) -> Outcome:
+    torch.manual_seed(own_rank())
+    return run(model_class(), loader(48), "hvd", **arguments)
+
+
+def reference(model_class: type[Scaled], ranks: int, **arguments: Any) -> Outcome:
+    torch.manual_seed(0)
+    data = shuffled_loader(48, BATCH * ranks)
+    return run(model_class(ranks), data, "auto", devices=1, **arguments)
+
+
+def compare(outcomes: list[Outcome], expected: Outcome) -> None:
+    for result in outcomes:
+        scale, growth, seen = result.extra
+        assert (scale, growth) == expected.extra[:2]
+        if seen is not None:
+            assert seen == pytest.approx(expected.extra[2], rel=1e-4, abs=1e-3, nan_ok=True)
+    assert_as_single_process(outcomes, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "clip"),
+    [
+        *(
+            (name, clip)
+            for name in (Scaled, LooksAfterBackward, EditsBeforeStep)
+            for clip in (None, 0.3, 1000.0)
+        ),
+        (ByHand, None),
+    ],
+)
+def test_as_in_a_single_process(
+    ranks: Ranks, model_class: type[Scaled], clip: float | None
+) -> None:
+    arguments = {} if clip is None else {"gradient_clip_val": clip}
+    compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
+
+
+def test_three_ranks_and_accumulation(ranks: Ranks) -> None:
+    arguments = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3}
+    outcomes = ranks.run(3, fit, Scaled, arguments)
+    compare(outcomes, reference(Scaled, 3, **arguments))
+
+
+def test_an_optimizer_that_unscales_by_itself(ranks: Ranks) -> None:
+    compare(ranks(fit, Fused, {}), reference(Fused, 2))
+
+
+class Norms(Callback):
+    """How the reducer came to its norms: what was read from memory."""
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.early.append(trainer.strategy.reducer.unscaled_early)
+
+
+def early_or_not(model_class: type[Scaled]) -> set[bool]:
+    watch = Norms()
+    run(model_class(), loader(16), "hvd", callbacks=[watch])
+    return set(watch.early)
+
+
+def test_early_only_where_nobody_looks(ranks: Ranks) -> None:
+    assert ranks(early_or_not, Scaled) == [{True}] * 2
+    assert ranks(early_or_not, Fused) == [{True}] * 2
+    assert ranks(early_or_not, LooksAfterBackward) == [{False}] * 2
+    assert ranks(early_or_not, ByHand) == [{False}] * 2
+
+
+def clip_without_scaler(clip: float) -> Outcome:
+    torch.manual_seed(own_rank())
+    model = Regression()
+    trainer = make_trainer(gradient_clip_val=clip)
+    trainer.fit(model, loader(48))
+    return outcome(trainer, model)
+
+
+@pytest.mark.parametrize("clip", [0.1, 1000.0])
+def test_clipping_without_a_scaler(ranks: Ranks, clip: float) -> None:
+    torch.manual_seed(0)
+    model = Regression(2)
+    trainer = make_trainer(strategy="auto", devices=1, gradient_clip_val=clip)
+    trainer.fit(model, shuffled_loader(48, BATCH * 2))
+    assert_as_single_process(ranks(clip_without_scaler, clip), outcome(trainer, model))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.grad_scaler import GradScaler
@@ -37,6 +36,7 @@ class AfterBackward:
 
     def __init__(self, trainer: Any, plugin: Any, tree: ClassTree) -> None:
         self._plugin = plugin
+        self._wrapper = tree.pytorch_name("core.optimizer", "LightningOptimizer")
         self._replacements = Replacements()
         mixed = tree.pytorch_name("plugins.precision", "MixedPrecision")
         basic = tree.pytorch_name("plugins.precision", "Precision")
@@ -68,8 +68,10 @@ class AfterBackward:
             self._replacements.put(self._plugin, "scaler", self._ours)
         if self._clips:
 
-            def clip(optimizer: Optimizer, clip_val: float) -> None:
-                reducer.clip_grad_norm_(optimizer, float(clip_val))
+            def clip(optimizer: Any, clip_val: float) -> None:
+                # In manual optimization it comes in Lightning's wrapper.
+                inner = optimizer.optimizer if isinstance(optimizer, self._wrapper) else optimizer
+                reducer.clip_grad_norm_(inner, float(clip_val))
 
             self._replacements.put(self._plugin, "clip_grad_by_norm", clip)
 
@@ -102,9 +104,13 @@ def _like(scaler: Any, device: str) -> GradScaler:
 
 def _is_looked_at(trainer: Any, tree: ClassTree) -> bool:
     is_overridden = tree.pytorch_name("utilities.model_helpers", "is_overridden")
-    module = trainer.lightning_module
-    return any(is_overridden(name, module) for name in _LOOKS_OF_MODULES) or any(
-        is_overridden(name, callback) for callback in trainer.callbacks for name in _LOOKS
+    module, of_modules = trainer.lightning_module, tree.pytorch_name("core", "LightningModule")
+    # A callback of the other package may be among them, and counts as one that looks.
+    of_callbacks = tree.pytorch_name("callbacks", "Callback")
+    return any(is_overridden(name, module, of_modules) for name in _LOOKS_OF_MODULES) or any(
+        is_overridden(name, callback, of_callbacks)
+        for callback in trainer.callbacks
+        for name in _LOOKS
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import pickle
 import re
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -247,7 +248,7 @@ def test_batch_sizes(ranks: Ranks) -> None:
 
 
 def with_files(folder: str) -> None:
-    loggers = [CSVLogger(folder, "csv", ""), TensorBoardLogger(folder, "board", "")]
+    loggers = [CSVLogger(folder, "csv", ""), CSVLogger(folder, "again", "")]
     trainer = make_trainer(
         logger=loggers, callbacks=[HvdMonitor()], max_epochs=1, log_every_n_steps=4
     )
@@ -255,17 +256,12 @@ def with_files(folder: str) -> None:
 
 
 def test_loggers_of_lightning(ranks: Ranks, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     ranks(with_files, str(tmp_path))
-    with open(tmp_path / "csv" / "metrics.csv", newline="") as file:
-        lines = [line for line in csv.DictReader(file) if line["hvd/exposed_ms"]]
-    assert [int(line["step"]) for line in lines] == [3, 7]
-    assert lines[0].keys() >= KEYS
-    board = EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    assert set(board.Tags()["scalars"]) >= KEYS
-    assert [event.step for event in board.Scalars("hvd/slowest_rank")] == [3, 7]
+    for name in ("csv", "again"):
+        with open(tmp_path / name / "metrics.csv", newline="") as file:
+            lines = [line for line in csv.DictReader(file) if line["hvd/exposed_ms"]]
+        assert [int(line["step"]) for line in lines] == [3, 7]
+        assert lines[0].keys() >= KEYS
 
 
 def with_pytorch_lightning(monitor_of: str) -> int:
@@ -342,7 +338,11 @@ def test_bad_arguments(arguments: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_nothing_to_monitor(arguments: dict[str, Any], problem: str) -> None:
+def test_nothing_to_monitor(
+    arguments: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning's own launcher leaves variables behind, and this process would look like a rank.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     trainer = make_trainer(
         **{"logger": Recording(), "devices": 1, "callbacks": [HvdMonitor()], **arguments}
     )

@@ -329,7 +329,7 @@ def use_after_close() -> None:
     reducer = GradientReducer(model.named_parameters(), force=True)
     reducer.close()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for use in (reducer.add_optimizer, reducer.gate):
+    for use in (reducer.add_optimizer, reducer.join):
         with pytest.raises(HvdError, match="has been closed, so gradients stay local"):
             use(optimizer)
     with reducer.no_sync():

@@ -38,14 +38,15 @@ from hvd_strategy._private_api import (
 )
 from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.contribution import Contribution
-from hvd_strategy.errors import HvdError, MismatchError
+from hvd_strategy.errors import HvdError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
 from hvd_strategy.module_watch import ModuleWatch
 from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
-from hvd_strategy.parameter_table import Named, ParameterTable, in_words
-from hvd_strategy.parameters import gradient_strides, unique, zeros
+from hvd_strategy.parameter_table import Named, ParameterTable
+from hvd_strategy.parameters import unique
 from hvd_strategy.reduced_gradients import ReducedGradients
+from hvd_strategy.reduction_rounds import TWO_BACKWARDS, ReductionRounds, stepped_inside
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.sparse import SparseGradients
 from hvd_strategy.weighted_backward import WeightedBackward
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer(WeightedBackward, ReducedGradients, ObservedReducer):
+class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, ObservedReducer):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
@@ -354,14 +355,14 @@ class GradientReducer(WeightedBackward, ReducedGradients, ObservedReducer):
             return  # Python does not know it: autograd has moved the innermost backwards there
         raise HvdError(
             f"Rank {self._session.rank}: a gradient of '{self._table.names[index]}' came from a "
-            f"second thread while {_TWO_BACKWARDS}"
+            f"second thread while {TWO_BACKWARDS}"
         )
 
     def _look_for_hidden_step(self, index: int, parameter: Tensor) -> None:
         """Called by the hook of a gradient that another hook has taken away."""
         if self._gate.stepped_unseen(index, tensor_version(parameter)):
             raise HvdError(
-                f"Rank {self._session.rank}: {_stepped_inside([self._table.names[index]])}"
+                f"Rank {self._session.rank}: {stepped_inside([self._table.names[index]])}"
             )
 
     def _end_of_backward(self) -> None:
@@ -392,181 +393,6 @@ class GradientReducer(WeightedBackward, ReducedGradients, ObservedReducer):
             self._table.parameters[index].grad = None
         self._sparse.pending.clear()
         self._converted.clear()
-
-    def _flush(self, flags: int = 0) -> None:
-        if self._core.must_recover:
-            self._core.recover()
-        if self._core.intruded:
-            problem = f"gradients came from a second thread while {_TWO_BACKWARDS}"
-            self._fail(problem)
-            raise HvdError(f"Rank {self._session.rank}: {problem}")
-        if not self._core.begun:
-            self._contribution.announce(self._core, in_backward=False)
-        try:
-            if self._reduce_round(flags):
-                with self._ending_the_job():
-                    self._settle_changes()
-                if self._reduce_round(flags):
-                    raise HvdError(
-                        f"Rank {self._session.rank}: parameters change faster than the ranks can "
-                        "agree on them; convert or replace them between two steps."
-                    )
-        except BaseException:
-            self._drop_deferred()
-            raise
-        finally:
-            self._contribution.clear()
-
-    def _reduce_round(self, flags: int) -> bool:
-        """Reduces what there is. True when parameters have changed: the ranks have to agree first.
-
-        Those are left out, with their gradients in place, and take part in the next round.
-        """
-        core = self._core
-        self._flushes += 1
-        with self._telling_the_others():
-            self._take_noted()
-            changed = self._watch is not None and self._watch.look(core.absent(), self._flushes)
-            for index in self._unreduced():
-                core.take(index, self._table.parameters[index])
-            if self._sparse.pending:
-                flags |= _core.FLUSH_SPARSE
-            if changed or self._converted:
-                flags |= _core.FLUSH_CHANGED
-        lacking = self._exchange(flags)
-        announced = core.announced
-        with self._telling_the_others():
-            outdated = self._provide(lacking)
-        if core.complete():
-            self._extra_round()
-        factor = self._contribution.reduced(core, self._session.size)
-        if announced & _core.FLUSH_SPARSE:
-            with self._ending_the_job():
-                for index in self._sparse.reduce(self._table.parameters, self._table.names, factor):
-                    core.set_dirty(index, False)
-        if outdated and not announced & _core.FLUSH_CHANGED:
-            names = in_words(self._table.names[index] for index in outdated)
-            problem = (
-                f"{names} came with a gradient on other ranks, but has another shape, dtype or "
-                "strides on this rank than when the ranks agreed on them. All ranks have to "
-                "convert the model before the same step."
-            )
-            self._fail(problem)
-            raise MismatchError(f"Rank {self._session.rank}: {problem}")
-        return bool(announced & _core.FLUSH_CHANGED)
-
-    def _exchange(self, flags: int) -> list[int]:
-        gate = self._gate
-        lacking: list[int] = self._core.exchange(gate.steps, flags, gate.digest, gate.last)
-        return lacking
-
-    def _take_noted(self) -> None:
-        """Takes the gradients of this backward that the hooks have left in place."""
-        arrived, written = self._core.take_noted()
-        if written:
-            names = [self._table.names[index] for index in written]
-            raise HvdError(f"Rank {self._session.rank}: {_stepped_inside(names)}")
-        if arrived:
-            # From the next backward on, hooks take gradients early: after the user's hooks.
-            self._table.keep_hooks_last()
-
-    def _provide(self, lacking: list[int]) -> list[int]:
-        """Gives memory for what other ranks have a gradient of, and this one has not.
-
-        Returns those whose form is not the agreed one any more: what the others have is lost here.
-        """
-        outdated = []
-        for index in lacking:
-            if self._watch is not None:
-                self._watch.follow(index)
-            parameter = self._table.parameters[index]
-            if self._table.is_changed(index):
-                shape, dtype, strides = self._table.form_agreed(index)
-                scratch = torch.empty_strided(shape, strides, dtype=dtype).zero_()
-                self._core.provide(index, None, scratch)
-                outdated.append(index)
-                continue
-            # A gradient kept from an earlier step counts; without one this rank adds nothing.
-            gradient = zeros(parameter) if parameter.grad is None else parameter.grad
-            self._core.provide(index, parameter, _dense(gradient))
-            self._sparse.pending.discard(index)
-        return outdated
-
-    @contextmanager
-    def _telling_the_others(self) -> Generator[None, None, None]:
-        """An exception in the block ends the round on all ranks, which may wait for this one."""
-        try:
-            yield
-        except BaseException as error:
-            self._core.fail(f"{type(error).__name__}: {error}")
-            self._core.begun = False
-            raise
-
-    @contextmanager
-    def _ending_the_job(self) -> Generator[None, None, None]:
-        """An exception of this rank alone in the block reaches the others, in their collectives."""
-        try:
-            yield
-        except HvdError:
-            raise  # all ranks have agreed on it, or know of it
-        except BaseException as error:
-            self._session.post_error(f"{type(error).__name__}: {error}")
-            raise
-
-    def _unreduced(self) -> list[int]:
-        """Parameters with a gradient of this rank alone, whose hook did not fire since."""
-        indices = []
-        for index in self._core.dirty():
-            if self._table.parameters[index].grad is None:
-                self._core.set_dirty(index, False)  # the user cleared it
-            else:
-                indices.append(index)
-        return indices
-
-    def _extra_round(self) -> None:
-        """Reduces what fired again after its bucket had left, and adds it to the gradients."""
-        core, parameters = self._core, self._table.parameters
-        deltas: dict[int, Tensor] = {}
-        with self._telling_the_others():
-            for index, _, delta in core.begin_extra_round():
-                delta = _dense(delta)
-                deltas[index] = deltas[index] + delta if index in deltas else delta
-            for index, delta in deltas.items():
-                core.take_delta(index, parameters[index], delta, False)
-        lacking = self._exchange(_core.FLUSH_EXTRA)
-        with self._telling_the_others():
-            for index in lacking:
-                core.take_delta(index, parameters[index], zeros(parameters[index]), True)
-        core.complete_extra()
-
-    def _accept_gradient(
-        self, index: int, parameter: Tensor | None, gradient: Tensor
-    ) -> Tensor | None:
-        """Makes a gradient that the core can take of one that it cannot, or raises.
-
-        None: it stays where it is, for the flush to see to.
-        """
-        if gradient.layout is not torch.strided:
-            if not self._sparse.as_dense:
-                self._sparse.pending.add(index)
-                return None
-            gradient = gradient.to_dense()
-        if gradient.device.type != "cpu":
-            raise HvdError(
-                f"Rank {self._session.rank}: the gradient of '{self._table.names[index]}' is on "
-                f"{gradient.device}; only CPU tensors are supported so far. Train with "
-                "accelerator='cpu'."
-            )
-        if parameter is None:
-            return gradient
-        if self._table.is_changed(index):
-            self._converted.add(index)
-            return None
-        gradient = gradient.resolve_conj().resolve_neg()
-        strides = gradient_strides(parameter)
-        if gradient.stride() == strides or gradient.numel() <= 1:
-            return gradient
-        return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype).copy_(gradient)
 
     # ---- the gate ----
 
@@ -670,26 +496,6 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if not self._called:
             self._reducer._backward_failed(self._flushes)
-
-
-# The end of a sentence that begins with what happened.
-_TWO_BACKWARDS = (
-    "another thread ran a backward over the same parameters. A GradientReducer reduces one "
-    "backward at a time: run them one after the other, or give each thread a model and a reducer "
-    "of its own."
-)
-
-
-def _stepped_inside(names: list[str]) -> str:
-    return (
-        f"{in_words(names)} changed while backward ran. An optimizer that steps inside a hook uses "
-        "gradients that are not reduced yet, and ranks drift apart. Step it after backward() has "
-        "returned."
-    )
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 # Those that have hooks on parameters, in this process.

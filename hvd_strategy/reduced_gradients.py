@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ class ReducedGradients:
     _gradient_norms: bool  # whether edits that leave no trace are ruled out
     _rescaled: dict[int, tuple[int, int, Products]]
 
-    @property
-    def active(self) -> bool:
-        """See GradientReducer."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def join(self, optimizer: Optimizer) -> None:
-        """See GradientReducer."""
-        raise NotImplementedError
+        @property
+        def active(self) -> bool:
+            """See GradientReducer."""
+
+        def join(self, optimizer: Optimizer) -> None:
+            """See GradientReducer."""
 
     def grad_norm(self, of: Optimizer | Iterable[Tensor] | None = None) -> float:
         """The 2-norm of the reduced gradients together, as if they were one vector.

@@ -25,9 +25,9 @@ class WeightedBackward:
     _session: Session
     _contribution: Contribution
 
-    def _flush(self, flags: int = 0) -> None:
-        """See GradientReducer."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # GradientReducer has it
+
+        def _flush(self, flags: int = 0) -> None: ...
 
     def backward(self, loss: Tensor, items: float | None = None, **arguments: Any) -> None:
         """`loss.backward()`, with `gradient_average="items"` weighted by the number of items.

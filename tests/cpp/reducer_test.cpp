@@ -49,8 +49,8 @@ struct Model {
     reducer->complete(soon());
   }
 
-  std::unique_ptr<Reducer> reducer;
   std::vector<std::vector<float>> gradients;
+  std::unique_ptr<Reducer> reducer;  // ends first: it may be at work on the gradients
 };
 
 const std::vector<uint64_t> kSizes{100, 3000, 1, 0, 700, 64};

@@ -161,6 +161,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         self._unnamed = 0
         self._core: Any = None
         self._watch: ModuleWatch | None = None
+        self._given = [parameter for _, parameter in named]
         self._rescaled = {}
         by_items = self._contribution.by_items
         self._active = self._session.size > 1 or force or by_items
@@ -229,6 +230,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         self._closed = True
         self._remove_hooks()
         self._watch = self._module = None
+        self._given.clear()
         self._gate.clear()
         if self._core is not None:
             self._core.close()

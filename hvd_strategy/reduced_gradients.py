@@ -27,6 +27,7 @@ class ReducedGradients:
     _table: ParameterTable
     _contribution: Contribution
     _gradient_norms: bool  # whether edits that leave no trace are ruled out
+    _given: list[Tensor]  # the parameters at the creation
     _rescaled: dict[int, tuple[int, int, Products]]
 
     if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class ReducedGradients:
             self.join(of)
             parameters = [p for group in of.param_groups for p in group["params"]]
         elif of is None:
-            parameters = list(self._table.parameters)
+            parameters = list(self._table.parameters) if self.active else list(self._given)
         else:
             accepts = "an optimizer, parameters, or None for all parameters"
             require(isinstance(of, Iterable) and not isinstance(of, str), "of", of, accepts)

@@ -390,3 +390,22 @@ def weighted() -> Callable[..., Any] | list[float]:
 
 def test_weights_of_ranks(ranks: Ranks) -> None:
     assert ranks(weighted) == [[1.5, 1.25, 2.0, 1.0]] * 2
+
+
+def test_in_a_world_of_one() -> None:
+    """Nothing to reduce, and the same numbers."""
+    model, expected = small_net(), small_net()
+    expected.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with open_session() as session:
+        reducer = GradientReducer(model.named_parameters(), optimizer, session=session)
+        scaler = GradScaler("cpu", init_scale=64.0, reducer=reducer, early=True)
+        scaler.scale(square_error(model, 0, 0)).backward()
+        scaler.unscale_(optimizer)
+        square_error(expected, 0, 0).backward()
+        norm = float(nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
+        assert reducer.grad_norm() == pytest.approx(norm)
+        assert reducer.clip_grad_norm_(optimizer, 0.1) == pytest.approx(norm)
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        reducer.close()

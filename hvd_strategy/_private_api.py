@@ -102,12 +102,17 @@ def post_accumulate_hooks(parameter: Any) -> OrderedDict[int, Any]:
 def set_versions(tensors: list[Tensor], version: int) -> None:
     """Makes `version` the version of all the tensors.
 
-    torch._C._autograd._unsafe_set_version_counter; tested with torch 2.13. Takes one tensor and one
-    number in older releases.
+    torch._C._autograd._unsafe_set_version_counter; tested with torch 2.13. Older releases take one
+    tensor and one number.
     """
     import torch
 
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+    set_counters: Callable[[Any, Any], None] = torch._C._autograd._unsafe_set_version_counter
+    try:
+        set_counters(tuple(tensors), (version,) * len(tensors))
+    except TypeError:
+        for tensor in tensors:
+            set_counters(tensor, version)
 
 
 def scaler_is_ready_for(scaler: Any, optimizer: Any) -> bool:

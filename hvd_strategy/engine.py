@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +50,6 @@ from hvd_strategy.reduction_rounds import TWO_BACKWARDS, ReductionRounds, steppe
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.sparse import SparseGradients
 from hvd_strategy.weighted_backward import WeightedBackward
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["GradientReducer"]
 
@@ -395,6 +392,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             self._table.parameters[index].grad = None
         self._sparse.pending.clear()
         self._converted.clear()
+        self._contribution.clear()  # the items, too, were those of gradients that are gone
 
     # ---- the gate ----
 

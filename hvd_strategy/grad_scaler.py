@@ -28,8 +28,8 @@ class GradScaler(torch.amp.GradScaler):
     The ranks have one scale and skip the same steps: they see the same gradients. Should their
     scales differ at first (a rank that has resumed from elsewhere), the gradients are still right,
     and all ranks have rank 0's scale after the first step. Undoing the scale, the search for inf
-    and nan and the norm for clipping take one pass together; with `early=True` none, because the
-    reduction does all of it.
+    and nan and the norm for clipping take one pass together; with `early=True` and a reducer with
+    `gradient_norms=True` none, because the reduction does all of it.
 
     Checkpoints are interchangeable with torch's (`state_dict`).
 

@@ -68,7 +68,8 @@ class ReducedGradients:
         Raises:
             ValueError: `max_norm` is not a number from 0 on.
         """
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or max_norm < 0:
+        fits = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if not fits or not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} is not accepted: it takes a number from 0 on.")
         products, gradients = self._measure(self._chosen(of))
         norm = total_norm(products)

@@ -340,6 +340,17 @@ def test_sparse_mean_over_items(ranks: Ranks) -> None:
     ranks(check, sparse_by_items)
 
 
+def fails_once() -> Callable[[Tensor], None]:
+    failed: list[bool] = []
+
+    def hook(_: Tensor) -> None:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError
+
+    return hook
+
+
 def expect_errors() -> None:
     session = open_session()
     model = small_net()
@@ -347,6 +358,14 @@ def expect_errors() -> None:
     reducer = GradientReducer(model.named_parameters(), optimizer, gradient_average="items")
     with pytest.raises(HvdError, match=r"call reducer\.backward\(loss, items=n\)"):
         square_error(model, 0, session.rank).backward()
+    optimizer.zero_grad()
+    # Items of a backward that failed are not counted with the next one.
+    model[0].weight.register_hook(fails_once())
+    with pytest.raises((HvdError, ZeroDivisionError)):
+        reducer.backward(square_error(model, 0, session.rank), items=40 + session.rank)
+    optimizer.zero_grad()
+    reducer.backward(square_error(model, 0, session.rank), items=2)
+    assert reducer._core.total_weight == 2 * session.size
     optimizer.zero_grad()
     for items in (-1, math.nan, True, "3", None):
         with pytest.raises(ValueError, match="items="):

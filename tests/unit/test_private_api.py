@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import hvd_strategy
-from hvd_strategy._private_api import LIGHTNING_STRATEGY_NAMES
+from hvd_strategy._private_api import LIGHTNING_STRATEGY_NAMES, set_versions
 
 PACKAGE = Path(hvd_strategy.__file__).parent
 PRIVATE_API = PACKAGE / "_private_api.py"
@@ -318,3 +318,21 @@ def test_names_of_ddp_strategy_are_told() -> None:
         used |= {private for private, _ in private_names(tree)}
         used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert used & theirs == set(LIGHTNING_STRATEGY_NAMES)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_versions_are_set_by_both_forms_of_the_function(
+    several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autograd = find("torch._C._autograd")
+    current = autograd._unsafe_set_version_counter
+
+    def of_one(tensor: Any, version: int) -> None:
+        if not isinstance(version, int):
+            raise TypeError("must be an int")
+        current((tensor,), (version,))
+
+    monkeypatch.setattr(autograd, "_unsafe_set_version_counter", current if several else of_one)
+    tensors = [torch.ones(2), torch.ones(3)]
+    set_versions(tensors, 1 << 30)
+    assert [tensor._version for tensor in tensors] == [1 << 30] * 2

@@ -190,3 +190,21 @@ def test_clipping_without_a_scaler(ranks: Ranks, clip: float) -> None:
     trainer = make_trainer(strategy="auto", devices=1, gradient_clip_val=clip)
     trainer.fit(model, shuffled_loader(48, BATCH * 2))
     assert_as_single_process(ranks(clip_without_scaler, clip), outcome(trainer, model))
+
+
+class Plain(Scaled):
+    overflow_at = -1
+
+
+def fit_in(precision: str, ranks: int) -> Outcome:
+    torch.manual_seed(own_rank())
+    alone = {"strategy": "auto", "devices": 1} if ranks else {}
+    trainer = make_trainer(precision=precision, gradient_clip_val=0.3, **alone)
+    model = Plain(ranks)
+    trainer.fit(model, shuffled_loader(48, BATCH * ranks) if ranks else loader(48))
+    return outcome(trainer, model)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_precisions_without_a_scaler(ranks: Ranks, precision: str) -> None:
+    assert_as_single_process(ranks(fit_in, precision, 0), fit_in(precision, 2))

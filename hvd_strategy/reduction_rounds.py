@@ -92,7 +92,7 @@ class ReductionRounds:
         core = self._core
         self._flushes += 1
         with self._telling_the_others():
-            self._take_noted()
+            self._take_fired()
             changed = self._watch is not None and self._watch.look(core.absent(), self._flushes)
             for index in self._unreduced():
                 core.take(index, self._table.parameters[index])
@@ -127,9 +127,9 @@ class ReductionRounds:
         lacking: list[int] = self._core.exchange(gate.steps, flags, gate.digest, gate.last)
         return lacking
 
-    def _take_noted(self) -> None:
+    def _take_fired(self) -> None:
         """Takes the gradients of this backward that the hooks have left in place."""
-        arrived, written = self._core.take_noted()
+        arrived, written = self._core.take_fired()
         if written:
             names = [self._table.names[index] for index in written]
             raise HvdError(f"Rank {self._session.rank}: {stepped_inside(names)}")

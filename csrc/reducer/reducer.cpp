@@ -99,7 +99,6 @@ bool Reducer::in_flight(uint32_t index) const {
 
 void Reducer::take(uint32_t index, void* gradient) {
   State& state = parameters_[index];
-  events_.write(EventKind::fired, index, round_);
   state.gradient = gradient;
   state.taken = true;
   taken_.push_back(index);

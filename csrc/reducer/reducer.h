@@ -53,11 +53,19 @@ class Reducer {
   void redefine_parameter(uint32_t index, const Parameter& parameter);
   size_t parameter_count() const { return parameters_.size(); }
 
+  // Notes the time at which the gradient of a parameter was finished.
+  void fired(uint32_t index) { events_.write(EventKind::fired, index, round_); }
   // The gradient of a parameter is final. In an extra round nothing is posted yet.
   void take(uint32_t index, void* gradient);
   bool taken(uint32_t index) const { return parameters_[index].taken; }
   // Belongs to a bucket, so taking it early lets it be reduced early.
   bool planned(uint32_t index) const { return parameters_[index].bucket >= 0; }
+  // Of a planned parameter; how many parameters a bucket has; how many buckets have some.
+  uint32_t bucket_of(uint32_t index) const {
+    return static_cast<uint32_t>(parameters_[index].bucket);
+  }
+  size_t bucket_size(uint32_t bucket) const { return buckets_[bucket].parameters.size(); }
+  size_t bucket_count() const { return buckets_.size() - free_slots().size(); }
   // Taken, and the communicator may be at work on its memory.
   bool in_flight(uint32_t index) const;
 

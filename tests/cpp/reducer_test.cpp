@@ -37,6 +37,7 @@ struct Model {
 
   void fire(uint32_t index, float value) {
     std::fill(gradients[index].begin(), gradients[index].end(), value);
+    reducer->fired(index);
     reducer->take(index, gradients[index].data());
   }
 

@@ -1,0 +1,361 @@
+"""Schedules of compute precision: as one process with the same schedule, and that as torch by hand.
+
+Steps are few and the nets small, but the precisions are real: fp16 and bf16 autocast on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from hvd_strategy import MismatchError, ScheduledPrecision
+from tests.multi.pool import Ranks
+from tests.multi.test_trainer_checkpoints import SaveAt, StatefulLoader
+from tests.multi.trainer_cases import (
+    BATCH,
+    Outcome,
+    Recorder,
+    Regression,
+    assert_as_single_process,
+    assert_ranks_agree,
+    loader,
+    make_trainer,
+    outcome,
+    own_rank,
+    rows,
+    shuffled_loader,
+)
+
+COUNT = 48  # rows; with two ranks six steps in an epoch
+SINGLE_TO_MIXED = {0: "32-true", 3: "bf16-mixed"}
+SINGLE_TO_SCALED = {0: "32-true", 3: "16-mixed"}
+DOUBLE_TO_SCALED = {0: "64-true", 2: "32-true", 5: "16-mixed"}
+THERE_AND_BACK = {0: "16-mixed", 2: "64-true", 5: "16-mixed", 9: "32-true"}
+HALF_FIRST = {0: "bf16-true", 3: "64-true", 8: "bf16-mixed"}
+SCHEDULES = [SINGLE_TO_MIXED, SINGLE_TO_SCALED, DOUBLE_TO_SCALED, THERE_AND_BACK, HALF_FIRST]
+
+
+class Net(Regression):
+    """With moments, a buffer that the loss depends on, one of integers, and a logged loss."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.register_buffer("average", torch.zeros(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def rank_loss(self, inputs: Tensor, targets: Tensor, rank: int, batch_idx: int) -> Tensor:
+        loss = super().rank_loss(inputs, targets, rank, batch_idx)
+        return loss + (self.head.bias * self.average).sum()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch, batch_idx)
+        self.average = 0.9 * self.average + 0.1 * self.head.bias.detach()
+        self.count += 1
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Fused(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+
+
+class TwoNets(Net):
+    """Manual optimization: two optimizers of their own pace, and a window of two batches."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        body, head = self.optimizers()
+        if batch_idx % 2 == 0:
+            body.zero_grad()
+            head.zero_grad()
+        self.manual_backward(self.loss(batch, batch_idx))
+        if batch_idx % 2 == 1:
+            body.step()
+            head.step()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.AdamW(self.body.parameters(), lr=0.02),
+            torch.optim.SGD(self.head.parameters(), lr=0.02, momentum=0.9),
+        )
+
+
+class Searching(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+
+
+def plugin_of(schedule: dict[int, str]) -> Any:
+    scales = "16-mixed" in schedule.values()
+    return ScheduledPrecision(dict(schedule), scaler=scaler() if scales else None)
+
+
+class Watch(Recorder):
+    """Global step, precision and dtype of the parameters, whenever a batch or validation starts."""
+
+    def __init__(self) -> None:
+        super().__init__(look, "on_train_batch_start", "on_validation_start", "on_validation_end")
+
+
+def look(trainer: Any, module: Any) -> tuple[int, str, torch.dtype]:
+    return trainer.global_step, trainer.precision, module.head.weight.dtype
+
+
+def run(model: Any, data: Any, schedule: dict[int, str], strategy: Any, **more: Any) -> Outcome:
+    watch, plugin = Watch(), plugin_of(schedule)
+    before = plugin.loss_scaler
+    arguments = {"val_check_interval": 3, **more}
+    trainer = make_trainer(strategy, plugins=[plugin], callbacks=[watch], **arguments)
+    trainer.fit(model, data, data)
+    # The user's objects are the user's again, and know the scale.
+    assert plugin.loss_scaler is before
+    assert "clip_grad_by_norm" not in vars(plugin)
+    assert torch.get_default_dtype() is torch.float32
+    scale = None if before is None else before.state_dict()
+    return outcome(trainer, model, (watch.seen, scale))
+
+
+def fit(model_class: type[Net], schedule: dict[int, str], arguments: dict[str, Any]) -> Outcome:
+    torch.manual_seed(own_rank())
+    return run(model_class(), loader(COUNT), schedule, "hvd", **arguments)
+
+
+def reference(
+    model_class: type[Net], schedule: dict[int, str], arguments: dict[str, Any], ranks: int = 2
+) -> Outcome:
+    torch.manual_seed(0)
+    data = shuffled_loader(COUNT, BATCH * ranks)
+    return run(model_class(ranks), data, schedule, "auto", devices=1, **arguments)
+
+
+def compare(outcomes: list[Outcome], expected: Outcome) -> None:
+    for result in outcomes:
+        assert result.extra == expected.extra
+    for name, tensor in expected.state.items():
+        assert outcomes[0].state[name].dtype is tensor.dtype
+    for name, tensor in expected.optimizer_state.items():
+        assert outcomes[0].optimizer_state[name].dtype is tensor.dtype, name
+    assert_as_single_process(outcomes, expected)
+
+
+def names(schedule: Any) -> str:
+    return "-".join(schedule.values()) if isinstance(schedule, dict) else ""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=names)
+def test_as_in_a_single_process(ranks: Ranks, schedule: dict[int, str]) -> None:
+    expected = reference(Net, schedule, {})
+    seen = {entry[1] for _, entry in expected.extra[0]}
+    assert seen == set(schedule.values())
+    compare(ranks(fit, Net, schedule, {}), expected)
+
+
+def test_a_world_of_one(ranks: Ranks) -> None:
+    outcomes = ranks.run(1, fit, Net, DOUBLE_TO_SCALED, {"devices": 1})
+    compare(outcomes, reference(Net, DOUBLE_TO_SCALED, {}, ranks=1))
+
+
+class Uncast(Net):
+    """Its loss is computed without rounding to 16 bit, which would enlarge the last bits' errors.
+
+    The norm is one sum here, and one over blocks in a single process.
+    """
+
+    def rank_loss(self, inputs: Tensor, targets: Tensor, rank: int, batch_idx: int) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().rank_loss(inputs, targets, rank, batch_idx)
+
+
+class Overflowing(Uncast):
+    """Rank 1's loss is infinite in one batch of an epoch, where the loss is scaled."""
+
+    def rank_loss(self, inputs: Tensor, targets: Tensor, rank: int, batch_idx: int) -> Tensor:
+        loss = super().rank_loss(inputs, targets, rank, batch_idx)
+        overflows = (batch_idx, rank, self.trainer.precision) == (4, 1, "16-mixed")
+        return loss * math.inf if overflows and self.trainer.training else loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return self.loss(batch, batch_idx)
+
+
+CLIP = {"gradient_clip_val": 0.3}
+BY_VALUE = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+WINDOWS = {"accumulate_grad_batches": 4}  # the second of an epoch is short
+
+
+@pytest.mark.parametrize("arguments", [CLIP, BY_VALUE, WINDOWS, {**CLIP, **WINDOWS}], ids=str)
+@pytest.mark.parametrize("schedule", [DOUBLE_TO_SCALED, THERE_AND_BACK], ids=names)
+def test_clipping_and_windows(
+    ranks: Ranks, schedule: dict[int, str], arguments: dict[str, Any]
+) -> None:
+    if "accumulate_grad_batches" in arguments:
+        schedule = {step // 3: name for step, name in schedule.items()}
+    compare(
+        ranks(fit, Overflowing, schedule, arguments), reference(Overflowing, schedule, arguments)
+    )
+
+
+@pytest.mark.parametrize("model_class", [TwoNets, Fused])
+@pytest.mark.parametrize("schedule", [SINGLE_TO_SCALED, DOUBLE_TO_SCALED], ids=names)
+def test_other_optimizers(
+    ranks: Ranks, model_class: type[Net], schedule: dict[int, str]
+) -> None:
+    compare(ranks(fit, model_class, schedule, {}), reference(model_class, schedule, {}))
+
+
+def test_line_search(ranks: Ranks) -> None:
+    schedule = {0: "64-true", 9: "32-true"}
+    compare(ranks(fit, Searching, schedule, {}), reference(Searching, schedule, {}))
+
+
+def test_three_ranks(ranks: Ranks) -> None:
+    outcomes = ranks.run(3, fit, Overflowing, DOUBLE_TO_SCALED, CLIP)
+    compare(outcomes, reference(Overflowing, DOUBLE_TO_SCALED, CLIP, ranks=3))
+
+
+# ---- what a schedule means
+
+
+def by_hand(schedule: dict[int, str], clip: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same training as a loop of plain torch, each phase written out."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = model.configure_optimizers()
+    scaling, step, dtype = scaler(), 0, torch.float32
+    for _ in range(2):
+        for inputs, targets in loader(COUNT):
+            precision = [name for start, name in sorted(schedule.items()) if start <= step][-1]
+            wanted = {"64-true": torch.float64}.get(precision, torch.float32)
+            if wanted is not dtype:
+                model = model.to(wanted)
+                for parameter, state in optimizer.state.items():
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = state[key].to(parameter.dtype)
+                dtype = wanted
+            mixed = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", mixed, enabled=mixed is not None, cache_enabled=False):
+                output = model.head(model.body(inputs.to(dtype)))
+                loss = nn.functional.mse_loss(output, targets.to(dtype))
+                loss = loss + (model.head.bias * model.average).sum()
+            model.average = 0.9 * model.average + 0.1 * model.head.bias.detach()
+            model.count += 1
+            if precision == "16-mixed":
+                scaling.scale(loss).backward()
+                scaling.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaling.step(optimizer)
+                scaling.update()
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+            step += 1
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "schedule", [SINGLE_TO_MIXED, DOUBLE_TO_SCALED, THERE_AND_BACK], ids=names
+)
+def test_as_plain_torch(schedule: dict[int, str]) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    trained = run(model, loader(COUNT), schedule, "auto", devices=1, gradient_clip_val=0.3)
+    expected, optimizer = by_hand(schedule, 0.3)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(trained.state[name], tensor), name
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(trained.optimizer_state[f"0.{index}.{key}"], value), key
+
+
+def test_phases_begin_with_a_batch() -> None:
+    """A validation is still in the precision of the steps before it, also on a boundary."""
+    seen, _ = reference(Net, DOUBLE_TO_SCALED, {"accumulate_grad_batches": 2}).extra
+    double, single, scaled = (
+        (name, dtype)
+        for name, dtype in zip(
+            ("64-true", "32-true", "16-mixed"),
+            (torch.float64, torch.float32, torch.float32),
+            strict=True,
+        )
+    )
+    batches = [entry for hook, entry in seen if hook == "on_train_batch_start"]
+    assert batches == [
+        (batch // 2, *(double if batch < 4 else single if batch < 10 else scaled))
+        for batch in range(12)
+    ]
+    validations = [entry for hook, entry in seen if hook == "on_validation_start"]
+    assert validations == [(1, *double), (3, *single), (4, *single), (6, *scaled)]
+    on_boundary = reference(Net, {0: "64-true", 3: "32-true"}, {}).extra[0]
+    assert ("on_validation_end", (3, *double)) in on_boundary
+    assert ("on_train_batch_start", (3, *single)) in on_boundary
+
+
+# ---- checkpoints
+
+
+class Saves(SaveAt):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and module.count == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def train(
+    schedule: dict[int, str], saves: dict[int, str], resume: str | None, strategy: str
+) -> Outcome:
+    torch.manual_seed(own_rank() + 10 * (resume is not None))
+    plugin = plugin_of(schedule)
+    watch = Watch()
+    callbacks: list[Callback] = [watch, *(SaveAt(*save) for save in saves.items())]
+    alone = {"devices": 1} if strategy == "auto" else {}
+    trainer = make_trainer(strategy, plugins=[plugin], callbacks=callbacks, **alone)
+    model = Net()
+    data = StatefulLoader(rows(COUNT), BATCH, shuffle=strategy != "auto")
+    trainer.fit(model, data, ckpt_path=resume, weights_only=False if resume else None)
+    scale = None if plugin.loss_scaler is None else plugin.loss_scaler.state_dict()
+    return outcome(trainer, model, (watch.seen, scale))
+
+
+@pytest.mark.parametrize("schedule", [DOUBLE_TO_SCALED, THERE_AND_BACK], ids=names)
+def test_resumed_run_equals_uninterrupted_run(
+    ranks: Ranks, tmp_path: Path, schedule: dict[int, str]
+) -> None:
+    """Before, at and behind each boundary."""
+    saves = {step: str(tmp_path / f"{step}.ckpt") for step in (1, 2, 3, 5, 9, 10)}
+    whole = ranks(train, schedule, saves, None, "hvd")
+    for step, path in saves.items():
+        resumed = ranks(train, schedule, {}, path, "hvd")
+        assert_ranks_agree([*whole, *resumed])
+        for ours, theirs in zip(whole, resumed, strict=True):
+            seen, scale = ours.extra
+            assert theirs.extra == (seen[step:], scale)
+
+
+def test_resumed_in_a_single_process(tmp_path: Path) -> None:
+    saves = {step: str(tmp_path / f"{step}.ckpt") for step in (2, 4, 9)}
+    whole = train(THERE_AND_BACK, saves, None, "auto")
+    for path in saves.values():
+        assert_ranks_agree([whole, train(THERE_AND_BACK, {}, path, "auto")])

@@ -3,8 +3,8 @@
     Trainer(strategy="hvd", plugins=[ScheduledPrecision({0: "32-true", 1000: "bf16-mixed"})])
 
 In each of its phases it is the plugin that Lightning has for that precision: the same context
-around a step, the same conversion of parameters and batches, the same loss scaling. The change comes
-between two optimizer steps, before the first batch of the later one.
+around a step, the same conversion of parameters and batches, the same loss scaling. The change
+comes between two optimizer steps, before the first batch of the later one.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class PrecisionSchedule(_Base):
                     cause = (
                         "calls its closure several times in a step"
                         if isinstance(optimizer, LBFGS)
-                        else "undoes the loss scale itself (fused=True), after gradients are clipped"
+                        else "undoes the scale itself (fused=True), after gradients are clipped"
                     )
                     raise ValueError(
                         f"ScheduledPrecision({self._schedule}) comes to scale the loss, but "

@@ -95,6 +95,19 @@ class TwoNets(Net):
         )
 
 
+class TwoPaces(TwoNets):
+    """The window of one optimizer goes on over steps of the other, and over a phase's beginning."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        body, head = self.optimizers()
+        self.manual_backward(self.loss(batch, batch_idx))
+        head.step()
+        head.zero_grad()
+        if batch_idx % 2 == 1:
+            body.step()
+            body.zero_grad()
+
+
 class Searching(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch, batch_idx)
@@ -193,7 +206,7 @@ class Overflowing(Uncast):
 
     def rank_loss(self, inputs: Tensor, targets: Tensor, rank: int, batch_idx: int) -> Tensor:
         loss = super().rank_loss(inputs, targets, rank, batch_idx)
-        overflows = (batch_idx, rank, self.trainer.precision) == (4, 1, "16-mixed")
+        overflows = (batch_idx, rank, self.trainer.precision) == (1, 1, "16-mixed")
         return loss * math.inf if overflows and self.trainer.training else loss
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -212,17 +225,21 @@ def test_clipping_and_windows(
 ) -> None:
     if "accumulate_grad_batches" in arguments:
         schedule = {step // 3: name for step, name in schedule.items()}
-    compare(
-        ranks(fit, Overflowing, schedule, arguments), reference(Overflowing, schedule, arguments)
-    )
+    expected = reference(Overflowing, schedule, arguments)
+    assert expected.optimizer_state["0.0.step"] < expected.global_step  # the scaler skipped one
+    compare(ranks(fit, Overflowing, schedule, arguments), expected)
 
 
 @pytest.mark.parametrize("model_class", [TwoNets, Fused])
 @pytest.mark.parametrize("schedule", [SINGLE_TO_SCALED, DOUBLE_TO_SCALED], ids=names)
-def test_other_optimizers(
-    ranks: Ranks, model_class: type[Net], schedule: dict[int, str]
-) -> None:
+def test_other_optimizers(ranks: Ranks, model_class: type[Net], schedule: dict[int, str]) -> None:
     compare(ranks(fit, model_class, schedule, {}), reference(model_class, schedule, {}))
+
+
+@pytest.mark.parametrize("start", [7, 8])  # at the end of a window, and inside of one
+def test_gradients_kept_from_an_earlier_phase(ranks: Ranks, start: int) -> None:
+    schedule = {0: "64-true", start: "32-true", 12: "64-true"}
+    compare(ranks(fit, TwoPaces, schedule, {}), reference(TwoPaces, schedule, {}))
 
 
 def test_line_search(ranks: Ranks) -> None:
@@ -276,9 +293,7 @@ def by_hand(schedule: dict[int, str], clip: float) -> tuple[nn.Module, torch.opt
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    "schedule", [SINGLE_TO_MIXED, DOUBLE_TO_SCALED, THERE_AND_BACK], ids=names
-)
+@pytest.mark.parametrize("schedule", [SINGLE_TO_MIXED, DOUBLE_TO_SCALED, THERE_AND_BACK], ids=names)
 def test_as_plain_torch(schedule: dict[int, str]) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -317,12 +332,6 @@ def test_phases_begin_with_a_batch() -> None:
 # ---- checkpoints
 
 
-class Saves(SaveAt):
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step and module.count == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def train(
     schedule: dict[int, str], saves: dict[int, str], resume: str | None, strategy: str
 ) -> Outcome:
@@ -359,3 +368,170 @@ def test_resumed_in_a_single_process(tmp_path: Path) -> None:
     whole = train(THERE_AND_BACK, saves, None, "auto")
     for path in saves.values():
         assert_ranks_agree([whole, train(THERE_AND_BACK, {}, path, "auto")])
+
+
+def resume_with(plugin: Any, path: str, strategy: str, **arguments: Any) -> Outcome:
+    torch.manual_seed(own_rank() + 20)
+    trainer = make_trainer(strategy, plugins=[plugin], **arguments)
+    model = Net()
+    trainer.fit(model, StatefulLoader(rows(COUNT), BATCH), ckpt_path=path, weights_only=False)
+    assert plugin.scaler is not None
+    return outcome(trainer, model, plugin.scaler.state_dict())
+
+
+def from_mixed_precision(path: str, other: str) -> None:
+    """A run that begins with Lightning's plugin goes on with a schedule, and the other way."""
+    torch.manual_seed(own_rank())
+    trainer = make_trainer(
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())], max_epochs=1
+    )
+    trainer.fit(Net(), StatefulLoader(rows(COUNT), BATCH))
+    trainer.save_checkpoint(path)
+    plain = resume_with(MixedPrecision("16-mixed", "cpu", scaler()), path, "hvd")
+    scheduled = resume_with(ScheduledPrecision({0: "32-true", 3: "16-mixed"}), path, "hvd")
+    assert scheduled.extra == plain.extra
+    assert_ranks_agree([plain, scheduled])
+    schedule = {0: "32-true", 1: "16-mixed"}
+    train(schedule, {6: other}, None, "hvd")
+    ours = resume_with(plugin_of(schedule), other, "hvd")
+    theirs = resume_with(MixedPrecision("16-mixed", "cpu"), other, "hvd")
+    assert ours.extra == theirs.extra
+    assert_ranks_agree([ours, theirs])
+
+
+def test_exchanged_with_mixed_precision(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(from_mixed_precision, str(tmp_path / "plain.ckpt"), str(tmp_path / "scheduled.ckpt"))
+
+
+def from_an_earlier_phase(path: str) -> tuple[list[Outcome], list[Any]]:
+    """The same Trainer, model and plugin, which are in a later phase by then."""
+    torch.manual_seed(own_rank())
+    watch, model = Watch(), Net()
+    trainer = make_trainer(
+        plugins=[plugin_of(DOUBLE_TO_SCALED)], callbacks=[watch, SaveAt(1, path)]
+    )
+    trainer.fit(model, loader(COUNT))
+    first = outcome(trainer, model)
+    trainer.fit(model, loader(COUNT), ckpt_path=path, weights_only=False)
+    second = outcome(trainer, model)
+    trainer.validate(model, loader(COUNT), ckpt_path=path, verbose=False, weights_only=False)
+    assert model.head.weight.dtype is torch.float64
+    saved = torch.load(path, weights_only=True)
+    assert saved["ScheduledPrecision"] == {"schedule": DOUBLE_TO_SCALED, "precision": "64-true"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved["state_dict"][name]), name
+    return [first, second], watch.seen
+
+
+def test_a_checkpoint_of_an_earlier_phase(ranks: Ranks, tmp_path: Path) -> None:
+    for outcomes, seen in ranks(from_an_earlier_phase, str(tmp_path / "early.ckpt")):
+        # The data of the first epoch begin anew behind a plain loader's checkpoint.
+        assert outcomes[0].global_step == 12
+        precisions = [(hook, entry[:2]) for hook, entry in seen]
+        after = precisions.index(("on_train_batch_start", (1, "64-true")), 12)
+        assert precisions[after + 1][1] == (2, "32-true")
+        assert precisions[-1] == ("on_validation_end", (outcomes[1].global_step, "64-true"))
+
+
+def with_another_schedule(path: str) -> tuple[Outcome, Outcome]:
+    train(DOUBLE_TO_SCALED, {4: path}, None, "hvd")
+    return (
+        train({0: "64-true", 8: "bf16-mixed"}, {}, path, "hvd"),
+        train({0: "32-true", 8: "bf16-mixed"}, {}, path, "hvd"),
+    )
+
+
+def test_the_schedule_of_the_trainer_counts(ranks: Ranks, tmp_path: Path) -> None:
+    for doubled, single in ranks(with_another_schedule, str(tmp_path / "other.ckpt")):
+        at = [entry for hook, entry in doubled.extra[0] if hook == "on_train_batch_start"]
+        assert at[0] == (4, "64-true", torch.float64)
+        assert at[4] == (8, "bf16-mixed", torch.float32)
+        at = [entry for hook, entry in single.extra[0] if hook == "on_train_batch_start"]
+        assert at[0] == (4, "32-true", torch.float32)
+
+
+# ---- with the strategy
+
+
+def early_or_not() -> list[bool]:
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.early: list[bool] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.early.append(trainer.strategy.reducer.unscaled_early)
+
+    reads = Reads()
+    trainer = make_trainer(plugins=[plugin_of(SINGLE_TO_SCALED)], callbacks=[reads], max_epochs=1)
+    trainer.fit(Uncast(), loader(COUNT))
+    return reads.early
+
+
+def test_the_reduction_undoes_the_scale_where_there_is_one(ranks: Ranks) -> None:
+    assert ranks(early_or_not) == [[False] * 3 + [True] * 3] * 2
+
+
+class TakesBatches(Net):
+    """Its step takes the batch itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        dtype = self.head.weight.dtype
+        return self.loss([tensor.to(dtype) for tensor in batch], batch_idx)
+
+    def validation_step(self, *_: Any) -> None:
+        return None
+
+
+def test_steps_that_take_batches_themselves(ranks: Ranks) -> None:
+    compare(
+        ranks(fit, TakesBatches, DOUBLE_TO_SCALED, {}),
+        reference(TakesBatches, DOUBLE_TO_SCALED, {}),
+    )
+
+
+def message_of(strategy: str, schedule: dict[int, str], model: Net, **arguments: Any) -> str:
+    trainer = make_trainer(strategy, plugins=[ScheduledPrecision(schedule)], **arguments)
+    try:
+        trainer.fit(model, loader(COUNT))
+    except (ValueError, MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def with_its_own_schedule() -> tuple[str, str]:
+    rank = own_rank()
+    return (
+        message_of("hvd", {0: "32-true", 3 + rank: "bf16-mixed"}, Net()),
+        message_of("hvd", {0: ("64-true", "32-true")[rank]}, Net()),
+    )
+
+
+def test_schedules_that_differ(ranks: Ranks) -> None:
+    for rank, (steps, dtypes) in enumerate(ranks(with_its_own_schedule, fresh=True)):
+        assert steps.startswith(
+            f"MismatchError: Rank {rank}: ranks compute in different precisions"
+        )
+        assert "rank 1 has ScheduledPrecision({0: '32-true', 4: 'bf16-mixed'})" in steps
+        assert dtypes.startswith("MismatchError")
+        assert "float64 where rank 1 has" in dtypes
+
+
+def what_would_fail_later() -> list[str]:
+    return [
+        message_of("hvd", SINGLE_TO_SCALED, Searching()),
+        message_of("hvd", SINGLE_TO_SCALED, Fused(), gradient_clip_val=0.5),
+        message_of("ddp", {0: "64-true", 3: "32-true"}, Net(), devices=2),
+        # What need not fail does not.
+        message_of("hvd", SINGLE_TO_MIXED, Searching(), max_epochs=1),
+        message_of("hvd", SINGLE_TO_MIXED, Fused(), gradient_clip_val=0.5, max_epochs=1),
+        message_of("ddp", SINGLE_TO_SCALED, Net(), devices=2, max_epochs=1),
+    ]
+
+
+def test_what_would_fail_in_a_later_phase_fails_at_the_start(ranks: Ranks) -> None:
+    for searching, fused, ddp, *fine in ranks(what_would_fail_later, fresh=True):
+        assert "LBFGS calls its closure several times in a step" in searching
+        assert "AdamW undoes the scale itself (fused=True)" in fused
+        assert "which DistributedDataParallel cannot follow" in ddp
+        assert fine == ["no error"] * 3

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +203,8 @@ class PrecisionSchedule(_Base):
         if self._changes_parameters:
             dtype = _PRECISIONS[self.precision].parameters
             rounded = dtype is torch.float64 and any(
-                p.is_floating_point() and p.dtype is not dtype for p in module.parameters()
+                tensor.is_floating_point() and tensor.dtype is not dtype
+                for tensor in chain(module.parameters(), module.buffers())
             )
             _CONVERSIONS[dtype](module)
             if rounded and "state_dict" in checkpoint:

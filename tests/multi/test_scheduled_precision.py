@@ -370,37 +370,44 @@ def test_resumed_in_a_single_process(tmp_path: Path) -> None:
         assert_ranks_agree([whole, train(THERE_AND_BACK, {}, path, "auto")])
 
 
-def resume_with(plugin: Any, path: str, strategy: str, **arguments: Any) -> Outcome:
+def resume_with(plugin: Any, path: str, strategy: str) -> Outcome:
     torch.manual_seed(own_rank() + 20)
-    trainer = make_trainer(strategy, plugins=[plugin], **arguments)
+    trainer = make_trainer(strategy, devices=2, plugins=[plugin])
     model = Net()
     trainer.fit(model, StatefulLoader(rows(COUNT), BATCH), ckpt_path=path, weights_only=False)
     assert plugin.scaler is not None
     return outcome(trainer, model, plugin.scaler.state_dict())
 
 
-def from_mixed_precision(path: str, other: str) -> None:
+def from_mixed_precision(plain_strategy: str, path: str, other: str) -> None:
     """A run that begins with Lightning's plugin goes on with a schedule, and the other way."""
     torch.manual_seed(own_rank())
     trainer = make_trainer(
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())], max_epochs=1
+        plain_strategy,
+        devices=2,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler())],
+        max_epochs=1,
     )
     trainer.fit(Net(), StatefulLoader(rows(COUNT), BATCH))
     trainer.save_checkpoint(path)
-    plain = resume_with(MixedPrecision("16-mixed", "cpu", scaler()), path, "hvd")
+    plain = resume_with(MixedPrecision("16-mixed", "cpu", scaler()), path, plain_strategy)
     scheduled = resume_with(ScheduledPrecision({0: "32-true", 3: "16-mixed"}), path, "hvd")
     assert scheduled.extra == plain.extra
     assert_ranks_agree([plain, scheduled])
     schedule = {0: "32-true", 1: "16-mixed"}
     train(schedule, {6: other}, None, "hvd")
     ours = resume_with(plugin_of(schedule), other, "hvd")
-    theirs = resume_with(MixedPrecision("16-mixed", "cpu"), other, "hvd")
+    theirs = resume_with(MixedPrecision("16-mixed", "cpu"), other, plain_strategy)
     assert ours.extra == theirs.extra
     assert_ranks_agree([ours, theirs])
 
 
-def test_exchanged_with_mixed_precision(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(from_mixed_precision, str(tmp_path / "plain.ckpt"), str(tmp_path / "scheduled.ckpt"))
+@pytest.mark.parametrize("strategy", ["hvd", "ddp"])
+def test_exchanged_with_mixed_precision(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    plain, scheduled = str(tmp_path / "plain.ckpt"), str(tmp_path / "scheduled.ckpt")
+    ranks(from_mixed_precision, strategy, plain, scheduled)
+    states = [torch.load(path, weights_only=False)["MixedPrecision"] for path in (plain, scheduled)]
+    assert states[0].keys() == states[1].keys() == scaler().state_dict().keys()
 
 
 def from_an_earlier_phase(path: str) -> tuple[list[Outcome], list[Any]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         StallError,
     )
     from hvd_strategy.grad_scaler import GradScaler
-    from hvd_strategy.lightning import HvdMonitor, HvdStrategy
+    from hvd_strategy.lightning import HvdMonitor, HvdStrategy, ScheduledPrecision
     from hvd_strategy.session import Session, current_session, open_session
     from hvd_strategy.sync_batchnorm import SyncBatchNorm
 
@@ -45,6 +45,7 @@ __all__ = [
     "HvdTimeoutError",
     "MismatchError",
     "RankFailedError",
+    "ScheduledPrecision",
     "Session",
     "StallError",
     "SyncBatchNorm",
@@ -67,6 +68,7 @@ _MODULE_OF = {
     "HvdTimeoutError": "errors",
     "MismatchError": "errors",
     "RankFailedError": "errors",
+    "ScheduledPrecision": "lightning",
     "Session": "session",
     "StallError": "errors",
     "SyncBatchNorm": "sync_batchnorm",

@@ -129,6 +129,14 @@ def scaler_is_ready_for(scaler: Any, optimizer: Any) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
+def unscales_by_itself(optimizer: Any) -> bool:
+    """Whether an optimizer undoes a loss scale in its `step`, as fused ones do.
+
+    torch.optim.Adam._step_supports_amp_scaling; tested with torch 2.13.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def storage_users() -> Callable[[int], int]:
     """The function that counts the objects which refer to a storage, given its address (`_cdata`).
 
@@ -413,6 +421,15 @@ def lightning_checkpoint_connector(trainer: Any) -> Any:
     lightning.pytorch.Trainer._checkpoint_connector.
     """
     return trainer._checkpoint_connector
+
+
+def lightning_loaded_checkpoint(trainer: Any) -> dict[str, Any]:
+    """The checkpoint from which a run starts, while it is set up; empty where there is none.
+
+    lightning.pytorch.Trainer._checkpoint_connector, _CheckpointConnector._loaded_checkpoint.
+    """
+    loaded: dict[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
+    return loaded
 
 
 def replace_lightning_loader_preparation(

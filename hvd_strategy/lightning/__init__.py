@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvd_strategy.lightning.monitor import Monitor as HvdMonitor
+    from hvd_strategy.lightning.scheduled_precision import PrecisionSchedule as ScheduledPrecision
     from hvd_strategy.lightning.strategy import DataParallelStrategy
     from hvd_strategy.lightning.strategy import DataParallelStrategy as HvdStrategy
 
-__all__ = ["HvdMonitor", "HvdStrategy", "strategy_class"]
+__all__ = ["HvdMonitor", "HvdStrategy", "ScheduledPrecision", "strategy_class"]
 
 _LAUNCHERS = ("ScriptLauncher", "MultiProcessingLauncher", "NotebookLauncher")
 
@@ -48,6 +49,10 @@ def built_class(tree: str, name: str) -> Any:
         from hvd_strategy.lightning.monitor import monitor_class
 
         return monitor_class(tree)
+    if name == "ScheduledPrecision":
+        from hvd_strategy.lightning.scheduled_precision import scheduled_precision_class
+
+        return scheduled_precision_class(tree)
     if name == "SyncBatchNormPlugin":
         from hvd_strategy.lightning.layer_sync import plugin_class
 

@@ -18,6 +18,7 @@ from hvd_strategy.engine import GradientReducer
 from hvd_strategy.grad_scaler import GradScaler
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.replacements import Replacements
+from hvd_strategy.lightning.scheduled_precision import scheduled_precision_class
 
 # Who overrides one of these may read gradients before they are unscaled, or write to them.
 _LOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -40,9 +41,11 @@ class AfterBackward:
         self._replacements = Replacements()
         mixed = tree.pytorch_name("plugins.precision", "MixedPrecision")
         basic = tree.pytorch_name("plugins.precision", "Precision")
-        scaler: Any = getattr(plugin, "scaler", None)
-        # Subclasses, of either, do as they like.
-        replaceable = type(plugin) is mixed and type(scaler) is torch.amp.GradScaler
+        self._scheduled = type(plugin) is scheduled_precision_class(tree.name)
+        scaler: Any = getattr(plugin, "loss_scaler" if self._scheduled else "scaler", None)
+        # Subclasses, of any of these, do as they like.
+        known = self._scheduled or type(plugin) is mixed
+        replaceable = known and type(scaler) is torch.amp.GradScaler
         self._scaler = scaler if replaceable and scaler.is_enabled() else None
         self._ours: GradScaler | None = None
         self._clips = type(plugin).clip_grad_by_norm is basic.clip_grad_by_norm
@@ -62,10 +65,16 @@ class AfterBackward:
         """Lets the plugin work with the reducer, until `detach`."""
         if not reducer.active:
             return
+        if self._scheduled:
+            self._plugin.check_agreement(reducer.session)
         if self._scaler is not None:
             self._ours = _like(self._scaler, self._plugin.device)
-            self._ours.attach(reducer, lambda: self._unseen)
-            self._replacements.put(self._plugin, "scaler", self._ours)
+            # A schedule has phases without a scale.
+            self._ours.attach(reducer, lambda: self._unseen and self._plugin.scaler is not None)
+            if self._scheduled:
+                self._plugin.loss_scaler = self._ours
+            else:
+                self._replacements.put(self._plugin, "scaler", self._ours)
         if self._clips:
 
             def clip(optimizer: Any, clip_val: float) -> None:
@@ -86,6 +95,8 @@ class AfterBackward:
         self._replacements.detach()
         if self._ours is not None and self._scaler is not None:
             self._scaler.load_state_dict(self._ours.state_dict())
+            if self._scheduled:
+                self._plugin.loss_scaler = self._scaler
             self._ours.attach(None)
             self._ours = None
 

@@ -8,9 +8,10 @@ from hvd_strategy.lightning import built_class
 
 if TYPE_CHECKING:
     from hvd_strategy.lightning.monitor import Monitor as HvdMonitor
+    from hvd_strategy.lightning.scheduled_precision import PrecisionSchedule as ScheduledPrecision
     from hvd_strategy.lightning.strategy import DataParallelStrategy as HvdStrategy
 
-__all__ = ["HvdMonitor", "HvdStrategy"]
+__all__ = ["HvdMonitor", "HvdStrategy", "ScheduledPrecision"]
 
 
 def __getattr__(name: str) -> Any:

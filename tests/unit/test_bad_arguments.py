@@ -18,7 +18,14 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 import hvd_strategy
-from hvd_strategy import GradientReducer, HvdError, HvdStrategy, Session, open_session
+from hvd_strategy import (
+    GradientReducer,
+    HvdError,
+    HvdStrategy,
+    ScheduledPrecision,
+    Session,
+    open_session,
+)
 from hvd_strategy._private_api import post_accumulate_hooks
 from hvd_strategy.lightning import strategy_class
 from hvd_strategy.options import OPTIONS
@@ -39,6 +46,7 @@ A_TENSOR = "a dense torch.Tensor on the CPU"
 A_BOOL = "True or False"
 FLAG = "True, False or None"
 SPARSE = torch.eye(2).to_sparse()
+A_SCHEDULE = "a dictionary of optimizer steps and precisions, one of the steps 0"
 A_RECORD = "a list of what JSON can write"
 KNOWN = "one that the reducer was given"
 FROM_0 = "a number from 0 on"
@@ -57,6 +65,29 @@ CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
         "gradient_as_bucket_view": [("no", FLAG)],
         "broadcast_buffers": [([], FLAG)],
         "ddp_comm_hook": [(print, "wire_dtype"), ("fp16", "wire_dtype")],
+    },
+    "ScheduledPrecision": {
+        "schedule": [
+            (None, A_SCHEDULE),
+            ("32-true", A_SCHEDULE),
+            ([(0, "32-true")], A_SCHEDULE),
+            ({}, A_SCHEDULE),
+            ({1: "32-true"}, A_SCHEDULE),
+            ({-1: "64-true", 0: "32-true"}, A_SCHEDULE),
+            ({False: "32-true"}, A_SCHEDULE),
+            ({"0": "32-true"}, A_SCHEDULE),
+            ({0: "32-true", 1.5: "bf16-mixed"}, A_SCHEDULE),
+            ({0: "32-true", 9: "64-mixed"}, "'64-mixed' is no precision"),
+            ({0: 8}, '"16-mixed", "bf16-mixed"'),
+            ({0: None}, "None is no precision"),
+            ({0: True}, "True is no precision"),
+        ],
+        "device": [(0, "or None"), (torch.device("cpu"), "or None")],
+        "scaler": [
+            (2.0**16, "a GradScaler, or None"),
+            (torch.amp.GradScaler, "a GradScaler, or None"),
+            (torch.amp.GradScaler("cpu"), 'no phase of the schedule is "16-mixed"'),
+        ],
     },
     "GradientReducer": {
         "named_parameters": [
@@ -153,6 +184,7 @@ def call(name: str, **arguments: Any) -> Any:
     """Calls something by its name in `CASES`, with right arguments where none are given."""
     constructors: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "HvdStrategy": (HvdStrategy, {}),
+        "ScheduledPrecision": (ScheduledPrecision, {"schedule": {0: "32-true", 9: "bf16-mixed"}}),
         "open_session": (open_session, {}),
         "World": (World, {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}),
         "detect_world": (detect_world, {}),
@@ -204,6 +236,7 @@ MODEL = nn.Linear(2, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 SIGNATURES: dict[str, Any] = {
     "HvdStrategy": HvdStrategy.__init__,
+    "ScheduledPrecision": ScheduledPrecision.__init__,
     "GradientReducer": GradientReducer.__init__,
     "open_session": open_session,
     "World": World.__init__,

@@ -54,6 +54,7 @@ NAMES = (
     "torch.nn.modules.batchnorm._NormBase",
     "torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.optim.Adam._step_supports_amp_scaling",
     "torch.storage.TypedStorage.__init__._internal",
     "torch.storage.TypedStorage._untyped_storage",
     "torchmetrics.Metric._defaults",
@@ -83,6 +84,7 @@ NAMES = (
     *(
         f"lightning.pytorch.trainer.connectors.{name}"
         for name in (
+            "checkpoint_connector._CheckpointConnector._loaded_checkpoint",
             "checkpoint_connector._CheckpointConnector._select_ckpt_path",
             "checkpoint_connector._CheckpointConnector._user_managed",
             "data_connector._DataConnector._prepare_dataloader",

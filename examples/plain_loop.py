@@ -54,7 +54,7 @@ def main() -> None:
     others = session.allgather(weights)
     assert all(torch.equal(weights, other) for other in others)
     if session.rank == 0:
-        print(f"{reducer.statistics()['hidden_share']:.0%} of the communication was hidden")
+        print(f"the same {weights.numel()} weights on {session.size} processes")
     reducer.close()
     session.close()
 

@@ -129,6 +129,14 @@ def scaler_is_ready_for(scaler: Any, optimizer: Any) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
+def optimizer_undoes_scale(optimizer: Any) -> bool:
+    """Whether an optimizer undoes the scale of the loss in its own step, as fused ones do.
+
+    torch.optim.Adam(fused=True)._step_supports_amp_scaling and its kin; tested with torch 2.13.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def storage_users() -> Callable[[int], int]:
     """The function that counts the objects which refer to a storage, given its address (`_cdata`).
 
@@ -356,6 +364,29 @@ def replace_lightning_requeue(
     original: Callable[[int, Any], None] = connector._slurm_sigusr_handler_fn
     replacements.put(connector, "_slurm_sigusr_handler_fn", on_signal)
     return original
+
+
+def replace_lightning_clipping(
+    replacements: Replacements, plugin: Any, before: Callable[[Any], None]
+) -> None:
+    """Has `before` called with the optimizer whose gradients a precision plugin is about to clip.
+
+    In automatic optimization whether it clips or not, after `on_before_optimizer_step`; in manual
+    optimization in `clip_gradients`, and in each step.
+
+    lightning.pytorch.plugins.precision.Precision._clip_gradients; clip_gradients is public.
+    """
+
+    def step(clip: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        before(optimizer)
+        return clip(model, optimizer, *args, **kw)
+
+    def by_hand(clip: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer)
+        return clip(optimizer, *args, **kwargs)
+
+    replacements.around(plugin, "_clip_gradients", step)
+    replacements.around(plugin, "clip_gradients", by_hand)
 
 
 def lightning_result_collections(trainer: Any) -> list[Any]:

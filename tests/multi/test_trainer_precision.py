@@ -81,6 +81,39 @@ class ByHand(Scaled):
         optimizer.step()
 
 
+class ClipsByHand(ByHand):
+    """Two optimizers, both clipped before one of them steps: what is clipped is unscaled."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=False):  # Lightning's is around this backward
+            self.manual_backward(self.loss(batch, batch_idx))
+        for optimizer, algorithm in zip(optimizers, ("norm", "value"), strict=True):
+            self.clip_gradients(optimizer, 0.2, algorithm)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.SGD(self.body.parameters(), lr=0.1),
+            torch.optim.SGD(self.head.parameters(), lr=0.1),
+        )
+
+
+class LooksBeforeStep(Scaled):
+    """What it sees is the unscaled mean, before it is clipped."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.head.bias.grad is not None
+        self.seen.append(self.head.bias.grad.item())
+
+
 class Fused(Scaled):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
@@ -129,7 +162,7 @@ def compare(outcomes: list[Outcome], expected: Outcome) -> None:
     [
         *(
             (name, clip)
-            for name in (Scaled, LooksAfterBackward, EditsBeforeStep)
+            for name in (Scaled, LooksAfterBackward, LooksBeforeStep, EditsBeforeStep)
             for clip in (None, 0.3, 1000.0)
         ),
         (ByHand, None),
@@ -140,6 +173,49 @@ def test_as_in_a_single_process(
 ) -> None:
     arguments = {} if clip is None else {"gradient_clip_val": clip}
     compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
+
+
+@pytest.mark.parametrize("model_class", [Scaled, LooksAfterBackward])
+def test_clipping_by_value_and_accumulation(ranks: Ranks, model_class: type[Scaled]) -> None:
+    arguments = {
+        "gradient_clip_val": 0.1,
+        "gradient_clip_algorithm": "value",
+        "accumulate_grad_batches": 2,
+    }
+    compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
+
+
+class OverflowsNever(ClipsByHand):
+    overflow_at = -1
+
+
+@pytest.mark.parametrize("model_class", [ClipsByHand, OverflowsNever])
+def test_clipping_by_hand(ranks: Ranks, model_class: type[ClipsByHand]) -> None:
+    """Lightning alone would clip the scaled gradients, so the reference is a loop."""
+    torch.manual_seed(0)
+    model = model_class(2)
+    optimizers = model.configure_optimizers()
+    scaler = plugin().scaler
+    assert scaler is not None
+    for epoch in range(2):
+        data = shuffled_loader(48, BATCH * 2)
+        data.sampler.set_epoch(epoch)
+        for batch_idx, batch in enumerate(data):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(model.loss(batch, batch_idx)).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.body.parameters(), 0.2)
+            torch.nn.utils.clip_grad_value_(model.head.parameters(), 0.2)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    results = ranks(fit, model_class, {})
+    for result in results:
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(result.state[name], tensor, rtol=0, atol=1e-5)
+            assert torch.equal(result.state[name], results[0].state[name])
 
 
 def test_three_ranks_and_accumulation(ranks: Ranks) -> None:
@@ -208,3 +284,50 @@ def fit_in(precision: str, ranks: int) -> Outcome:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_precisions_without_a_scaler(ranks: Ranks, precision: str) -> None:
     assert_as_single_process(ranks(fit_in, precision, 0), fit_in(precision, 2))
+
+
+class Narrow(Plain):
+    """Parameters of 16 bit, and data to go with them."""
+
+    def loss(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().loss([part.bfloat16() for part in batch], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+
+def fit_narrow() -> Outcome:
+    torch.manual_seed(own_rank())
+    model = Narrow()
+    trainer = make_trainer(precision="bf16-true", gradient_clip_val=0.3)
+    trainer.fit(model, loader(48))
+    return outcome(trainer, model)
+
+
+def test_parameters_of_16_bit(ranks: Ranks) -> None:
+    """Bit-equal to one process that takes the mean of the ranks' gradients in fp32."""
+    torch.manual_seed(0)
+    model = Narrow().bfloat16()
+    optimizer = model.configure_optimizers()
+    for epoch in range(2):
+        data = shuffled_loader(48, BATCH * 2)
+        data.sampler.set_epoch(epoch)
+        for batch_idx, batch in enumerate(data):
+            of_ranks = []
+            for rank in range(2):
+                optimizer.zero_grad()
+                share = [part[rank::2].bfloat16() for part in batch]
+                model.rank_loss(*share, rank, batch_idx).backward()
+                of_ranks.append([p.grad.float() for p in model.parameters()])
+            for parameter, *gradients in zip(model.parameters(), *of_ranks, strict=True):
+                parameter.grad = (sum(gradients) / 2).bfloat16()
+            squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+            factor = 0.3 / (math.sqrt(squares) + 1e-6)
+            if factor < 1:
+                for parameter in model.parameters():
+                    parameter.grad = (parameter.grad.float() * factor).bfloat16()
+            optimizer.step()
+    for result in ranks(fit_narrow):
+        for name, tensor in model.state_dict().items():
+            assert result.state[name].dtype == torch.bfloat16
+            assert torch.equal(result.state[name], tensor), name

@@ -175,7 +175,7 @@ def test_as_in_a_single_process(
     compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
 
 
-@pytest.mark.parametrize("model_class", [Scaled, LooksAfterBackward])
+@pytest.mark.parametrize("model_class", [Scaled, LooksBeforeStep])
 def test_clipping_by_value_and_accumulation(ranks: Ranks, model_class: type[Scaled]) -> None:
     arguments = {
         "gradient_clip_val": 0.1,

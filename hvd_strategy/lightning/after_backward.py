@@ -114,20 +114,28 @@ class _TrainersScaler(GradScaler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._ahead: set[int] = set()
+        self._ahead: dict[int, int] = {}  # by the id of an optimizer: reductions at that time
         self._only_looks = False
 
     def unscale_ahead(self, optimizer: Optimizer) -> None:
-        """Unscales, unless it is done already; Lightning's `unscale_` then finds it done."""
-        if scaler_is_ready_for(self, optimizer) and id(optimizer) not in self._ahead:
-            super().unscale_(optimizer)
-            self._ahead.add(id(optimizer))
+        """Unscales, unless it is done already; Lightning's `unscale_` then finds it done.
+
+        Raises:
+            RuntimeError: torch's, where another backward has added scaled gradients since.
+        """
+        assert self._reducer is not None
+        reductions = self._reducer.reductions
+        by_us = self._ahead.get(id(optimizer))
+        if by_us == reductions or (by_us is None and not scaler_is_ready_for(self, optimizer)):
+            return
+        super().unscale_(optimizer)
+        self._ahead[id(optimizer)] = reductions
 
     def unscale_(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._ahead:
             super().unscale_(optimizer)
             return
-        self._ahead.discard(id(optimizer))
+        del self._ahead[id(optimizer)]
         if scaler_is_ready_for(self, optimizer):
             # The step of another optimizer has made torch forget what it found, not undone it.
             self._only_looks = True

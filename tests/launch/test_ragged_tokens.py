@@ -1,4 +1,4 @@
-"""examples/ragged_tokens.py: the mean over items equals one process, the mean over ranks does not."""
+"""examples/ragged_tokens.py: the mean over items equals one process, that over ranks does not."""
 
 from __future__ import annotations
 

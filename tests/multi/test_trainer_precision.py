@@ -7,6 +7,7 @@ compared: scale, skipped steps, norm and clipping.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ class Fused(Scaled):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-def plugin() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+def plugin(scale: float = 2.0**12) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
@@ -226,6 +227,51 @@ def test_three_ranks_and_accumulation(ranks: Ranks) -> None:
 
 def test_an_optimizer_that_unscales_by_itself(ranks: Ranks) -> None:
     compare(ranks(fit, Fused, {}), reference(Fused, 2))
+
+
+def resumed(strategy: str, epochs: int, resume: str | None, save: str | None) -> Outcome:
+    """One process where the strategy is Lightning's."""
+    ranks = 2 if strategy == "auto" else 0
+    torch.manual_seed(own_rank())
+    model, mixed = Scaled(ranks), plugin() if resume is None else plugin(2.0**3)
+    alone = {"devices": 1} if ranks else {}
+    trainer = make_trainer(strategy, plugins=[mixed], max_epochs=epochs, **alone)
+    data = shuffled_loader(48, BATCH * ranks) if ranks else loader(48)
+    trainer.fit(model, data, ckpt_path=resume, weights_only=False)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    scale = mixed.state_dict()
+    return outcome(trainer, model, (scale["scale"], scale["_growth_tracker"], None))
+
+
+def test_checkpoints_keep_the_scale(ranks: Ranks, tmp_path: Path) -> None:
+    """Those of one process and of hvd, read by the other."""
+    expected = resumed("auto", 3, None, None)
+    alone, ours = str(tmp_path / "alone.ckpt"), str(tmp_path / "ours.ckpt")
+    resumed("auto", 1, None, alone)
+    compare(ranks(resumed, "hvd", 3, alone, None), expected)
+    ranks(resumed, "hvd", 1, None, ours)
+    compare([resumed("auto", 3, ours, None)], expected)
+
+
+def fit_from_other_scales(model_class: type[Scaled]) -> Outcome:
+    torch.manual_seed(own_rank())
+    mixed = plugin(2.0 ** (12 + own_rank()))
+    trainer = make_trainer(plugins=[mixed], max_epochs=2)
+    model = model_class()
+    trainer.fit(model, loader(48))
+    scale = mixed.state_dict()
+    return outcome(trainer, model, (scale["scale"], scale["_growth_tracker"], None))
+
+
+class LooksOnly(Scaled):
+    def on_after_backward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("model_class", [Scaled, LooksOnly])
+def test_scales_that_differ_at_the_start(ranks: Ranks, model_class: type[Scaled]) -> None:
+    compare(ranks(fit_from_other_scales, model_class), reference(model_class, 2))
 
 
 class Norms(Callback):

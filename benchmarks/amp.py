@@ -1,13 +1,16 @@
 """What loss scaling and clipping cost after backward: DDP with torch's scaler, and ours.
 
-    python -m benchmarks.amp [--quick] [--json]
+    python -m benchmarks.amp [--model 10M|100M] [--quick] [--json]
 
 Two ranks, fp32 parameters, SGD, a scaled loss. `after backward` is the time from the end of
 `loss.backward()` to the start of `optimizer.step()`: undoing the scale, looking for inf and nan,
 clipping by norm; with a limit that every step exceeds, and with one that none does. DDP runs
 `GradScaler.unscale_` and `clip_grad_norm_`; ours is `GradScaler(early=True)` and
-`GradientReducer.clip_grad_norm_`. `passes` is that time in terms of one pass over the gradients
-that reads and writes them (`mul_`). `step` is everything from `zero_grad` to `update`.
+`GradientReducer.clip_grad_norm_`. `memory` is how often all gradients were read or written in that
+time, counted in a step of its own: by the arguments of torch's operations, and of our core's. torch
+takes several passes inside of one operation on the CPU, which do not show: DDP's number is the
+least that it can be. `passes` is the time in terms of one pass that reads and writes (`mul_`).
+`step` is everything from `zero_grad` to `update`.
 The last row is `check_consistency` of the parameters, in terms of reading them once.
 """
 
@@ -16,7 +19,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.measure import (
@@ -32,7 +37,7 @@ from benchmarks.measure import (
 
 WIDTH = 1000
 LAYERS = {"10M": 10, "100M": 100}  # of a million parameters each
-ROUNDS = 15
+ROUNDS = {"10M": 15, "100M": 5}
 QUICK_ROUNDS = 2
 LIMITS = {"clips": 1e-9, "clips never": 1e9}
 
@@ -47,22 +52,16 @@ def measure(rank: Rank, settings: dict[str, Any]) -> dict[str, Any]:
     rank.join()
     session = open_session()
     results = {}
-    for name in settings["models"]:
+    for name, rounds in settings["rounds"].items():
         training = _Training(rank, session, LAYERS[name])
-        results[name] = {
-            label: interleave(
-                {"ddp": partial(training.ddp, limit), "ours": partial(training.ours, limit)},
-                settings["rounds"],
-                warm_up=1,
-                before=rank.barrier,
-            )
-            for label, limit in LIMITS.items()
-        }
-        results[name]["pass"] = _pass_over_gradients(training.model, settings["rounds"])
+        results[name] = {}
+        for label, limit in LIMITS.items():
+            sides = {"ddp": partial(training.ddp, limit), "ours": partial(training.ours, limit)}
+            results[name][label] = interleave(sides, rounds, warm_up=1, before=rank.barrier)
+            results[name][label]["memory"] = {side: run(count=True) for side, run in sides.items()}
+        results[name]["pass"] = _pass_over_gradients(training.model, rounds)
         training.optimizer.zero_grad()
-        results[name]["consistency"] = _consistency(
-            session, training.model, settings["rounds"], rank
-        )
+        results[name]["consistency"] = _consistency(session, training.model, rounds, rank)
     session.close()
     return results
 
@@ -84,7 +83,7 @@ class _Training:
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
 
-    def ddp(self, limit: float) -> list[float]:
+    def ddp(self, limit: float, count: bool = False) -> list[float] | float:
         import torch
         from torch import nn
 
@@ -92,10 +91,10 @@ class _Training:
         parameters = list(self.model.parameters())
         scaler = torch.amp.GradScaler("cpu")
         return self._second_step(
-            wrapped, scaler, lambda: nn.utils.clip_grad_norm_(parameters, limit)
+            wrapped, scaler, lambda: nn.utils.clip_grad_norm_(parameters, limit), count
         )
 
-    def ours(self, limit: float) -> list[float]:
+    def ours(self, limit: float, count: bool = False) -> list[float] | float:
         from hvd_strategy import GradientReducer, GradScaler
 
         reducer = GradientReducer(
@@ -107,27 +106,80 @@ class _Training:
         )
         scaler = GradScaler("cpu", reducer=reducer, early=True)
         times = self._second_step(
-            self.model, scaler, lambda: reducer.clip_grad_norm_(self.optimizer, limit)
+            self.model, scaler, lambda: reducer.clip_grad_norm_(self.optimizer, limit), count
         )
         reducer.close()
         return times
 
-    def _second_step(self, model: Any, scaler: Any, clip: Callable[[], object]) -> list[float]:
-        """Seconds after backward, and of the whole step. In the first one buckets are formed."""
-        times = []
+    def _second_step(
+        self, model: Any, scaler: Any, clip: Callable[[], object], count: bool
+    ) -> list[float] | float:
+        """Seconds after backward, and of the whole step. In the first one buckets are formed.
+
+        With `count` instead how often all gradients are read or written after backward.
+        """
+        times: list[float] = []
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        counted = 0.0
         for _ in range(2):
             self.rank.barrier()
             start = time.perf_counter()
             self.optimizer.zero_grad()
             scaler.scale(model(self.batch).square().mean()).backward()
             after = time.perf_counter()
-            scaler.unscale_(self.optimizer)
-            clip()
+            with _Accesses() if count else nullcontext() as accesses:
+                scaler.unscale_(self.optimizer)
+                clip()
+            if accesses is not None:
+                counted = accesses.elements / size
             before_step = time.perf_counter()
             scaler.step(self.optimizer)
             scaler.update()
             times = [before_step - after, time.perf_counter() - start]
-        return times
+        return counted if count else times
+
+
+class _Accesses:
+    """Counts the elements that operations read and write."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+    def __enter__(self) -> _Accesses:
+        from torch import Tensor
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from hvd_strategy import gradient_passes
+
+        counter = self
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                schema = operation._schema.arguments
+                for argument, value in zip(schema, args, strict=False):
+                    tensors = value if isinstance(value, (list, tuple)) else [value]
+                    written = argument.alias_info is not None and argument.alias_info.is_write
+                    for tensor in tensors:
+                        if isinstance(tensor, Tensor) and not operation.is_view:
+                            counter.elements += tensor.numel() * (2 if written else 1)
+                return operation(*args, **(kwargs or {}))
+
+        def rescale(pieces: Any, factor: float) -> Any:
+            self.elements += sum(count for _, count, _ in pieces) * (1 if factor == 1.0 else 2)
+            return self._core.rescale(pieces, factor)
+
+        self._core = gradient_passes._core
+        self._passes: Any = gradient_passes
+        self._passes._core = SimpleNamespace(rescale=rescale)
+        self._mode = Operations()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._passes._core = self._core
 
 
 def _pass_over_gradients(model: Any, rounds: int) -> float:
@@ -166,11 +218,11 @@ def _consistency(session: Any, model: Any, rounds: int, rank: Rank) -> dict[str,
 
 def main() -> None:
     """Runs the benchmark and prints it."""
-    arguments = parse_arguments(__doc__.splitlines()[0])
-    models = ["10M"] if arguments.quick else list(LAYERS)
-    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    arguments = parse_arguments(__doc__.splitlines()[0], models=tuple(LAYERS))
+    models = [arguments.model] if arguments.model else ["10M"] if arguments.quick else list(LAYERS)
+    rounds = {name: QUICK_ROUNDS if arguments.quick else ROUNDS[name] for name in models}
     report = Report("amp", {"ranks": 2, "rounds": rounds})
-    by_rank = run_ranks(measure, 2, {"models": models, "rounds": rounds})
+    by_rank = run_ranks(measure, 2, {"rounds": rounds})
     for name in models:
         one_pass = statistics.median(result[name]["pass"] for result in by_rank)
         for label in LIMITS:
@@ -188,6 +240,7 @@ def main() -> None:
                         "side": side,
                         "after backward": medians[side][0],
                         "passes": medians[side][0] / one_pass,
+                        "memory": by_rank[0][name][label]["memory"][side],
                         "step": medians[side][1],
                     }
                 )
@@ -213,6 +266,7 @@ def main() -> None:
             "side": str,
             "after backward": show_seconds,
             "passes": lambda value: f"{value:.2f}",
+            "memory": lambda value: f"{value:.2f}",
             "step": show_seconds,
         },
     )

@@ -42,13 +42,17 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 600.0  # seconds for the rank processes of one call of `run_ranks`
 
 
-def parse_arguments(description: str, *, mpi: bool = False) -> argparse.Namespace:
-    """The command line that all benchmarks have."""
+def parse_arguments(
+    description: str, *, mpi: bool = False, models: Sequence[str] = ()
+) -> argparse.Namespace:
+    """The command line that all benchmarks have; with `--model` where there are several."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument("--quick", action="store_true", help="few repetitions: does it run at all?")
     if mpi:
         parser.add_argument("--no-mpi", action="store_true", help="leave MPICH out")
+    if models:
+        parser.add_argument("--model", choices=models, help="measure this one only")
     return parser.parse_args()
 
 

@@ -366,6 +366,29 @@ def replace_lightning_requeue(
     return original
 
 
+def replace_lightning_clipping(
+    replacements: Replacements, plugin: Any, before: Callable[[Any], None]
+) -> None:
+    """Has `before` called with the optimizer whose gradients a precision plugin is about to clip.
+
+    In automatic optimization whether it clips or not, after `on_before_optimizer_step`; in manual
+    optimization in `clip_gradients`, and in each step.
+
+    lightning.pytorch.plugins.precision.Precision._clip_gradients; clip_gradients is public.
+    """
+
+    def step(clip: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        before(optimizer)
+        return clip(model, optimizer, *args, **kw)
+
+    def by_hand(clip: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before(optimizer)
+        return clip(optimizer, *args, **kwargs)
+
+    replacements.around(plugin, "_clip_gradients", step)
+    replacements.around(plugin, "clip_gradients", by_hand)
+
+
 def lightning_result_collections(trainer: Any) -> list[Any]:
     """Where `self.log` puts what it is given: of training, its validation, validate and test.
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvd_strategy.grad_scaler import GradScaler
 
-__all__ = ["Contribution"]
+__all__ = ["Contribution", "require_items"]
+
+
+def require_items(name: str, items: Any) -> None:
+    """Raises ValueError unless `items` is a number of items: 0 or more, whole or not."""
+    fits = isinstance(items, (int, float)) and not isinstance(items, bool)
+    if not fits or not math.isfinite(items) or items < 0:
+        raise ValueError(f"{name}={items!r} is not accepted: it takes a number of items.")
 
 
 class Contribution:
@@ -28,6 +35,7 @@ class Contribution:
         by_items: As given.
         items: Items behind the gradients of this rank that are not reduced yet.
         in_weighted_backward: The number of items of the running backward has been told.
+        stays_local: With `by_items`: gradients are not to be reduced at the end of a backward.
         unscaled_early: The last reduction has undone the scale of the loss.
     """
 
@@ -35,7 +43,9 @@ class Contribution:
         self.by_items = by_items
         self.items = 0.0
         self.in_weighted_backward = False
+        self.stays_local = False
         self.unscaled_early = False
+        self._unit = self._next_unit = 1.0
         self._scaler: Callable[[], GradScaler | None] = lambda: None
         self._scale = 0.0  # of the losses since the last reduction; 0: there was none
         self._weight: float | None = None
@@ -53,22 +63,32 @@ class Contribution:
         """Sets the weight of this rank in the mean, until the next reduction; None for 1."""
         self._weight = weight
 
-    def add_items(self, items: float) -> None:
-        """Counts items whose gradients (their sum) are about to come.
+    def add_items(self, items: float) -> float:
+        """Counts items whose gradients are about to come.
+
+        Returns:
+            What the mean loss over them has to be multiplied by: their number in terms of a unit,
+            by which the reduction multiplies again. The unit is a power of two near a rank's share
+            of the last reduction. So gradients are about as large as without weights, and what
+            fits 16 bits without, does with them; and it is the same on all ranks, whose losses
+            collectives inside of backward (SyncBatchNorm's) bring together.
 
         Raises:
             ValueError: Not a number of items.
         """
-        fits = isinstance(items, (int, float)) and not isinstance(items, bool)
-        if not fits or not math.isfinite(items) or items < 0:
-            raise ValueError(f"items={items!r} is not accepted: it takes a number of items.")
+        require_items("items", items)
+        if not items:
+            return 0.0
+        if not self.items:
+            self._unit = self._next_unit
         self.items += items
+        return items / self._unit
 
     def announce(self, core: Any, in_backward: bool) -> None:
         """Tells the core, before this rank's first gradient of a round, or at a gate."""
         if self.by_items:
             weight = self.items
-            pre = 1.0 if weight > 0 else 0.0
+            pre = self._unit if weight > 0 else 0.0
         else:
             weight = pre = 1.0 if self._weight is None else self._weight
         scaler = self._scaler()
@@ -93,6 +113,8 @@ class Contribution:
         total: float = core.total_weight
         if not total:
             return 0.0
+        if self.by_items:
+            self._next_unit = math.ldexp(1.0, math.frexp(total / ranks)[1])
         return pre * ranks / total * (1.0 if undone else agreed) / (scale or agreed)
 
     def clear(self) -> None:

@@ -340,7 +340,8 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         elif self._contribution.by_items and not self._contribution.in_weighted_backward:
             problem = (
                 "a plain backward() does not tell how many items its loss is the mean of. With "
-                "gradient_average='items', call reducer.backward(loss, items=n)."
+                "gradient_average='items', call reducer.backward(loss, items=n); under the Trainer "
+                "strategy.set_items(n), and then self.manual_backward(loss)."
             )
         if problem:
             self._fail(problem)
@@ -408,7 +409,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
 
     def _pass_gate(self, optimizer: Optimizer) -> None:
         """The gate of a step."""
-        if self.active and not self._core.local:
+        if self.active and not self._stays_local:
             self.join(optimizer)
             self._gate.passed(self._gate.number_of(optimizer), self._flushes)
 
@@ -429,7 +430,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         when a backward has been reduced since the optimizer's last step.
         """
         self._require_open()
-        if not self.active or self._core.local:
+        if not self.active or self._stays_local:
             return
         number = self._gate.number_of(optimizer)
         if current_autograd_node() is not None:
@@ -470,12 +471,12 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         if not self.active:
             yield
             return
-        before = self._core.local
-        self._core.local = True
+        before = self._stays_local
+        self._stay_local(True)
         try:
             yield
         finally:
-            self._core.local = before
+            self._stay_local(before)
 
 
 class _EndOfBackward:

@@ -15,6 +15,7 @@ class ObservedReducer:
 
     _core: Any
     _table: ParameterTable
+    _flushes: int
 
     def statistics(self) -> dict[str, float]:
         """Counters since the reducer was created.
@@ -36,6 +37,11 @@ class ObservedReducer:
         busy = counters["communication_seconds"]
         hidden = 1.0 - counters["exposed_seconds"] / busy if busy > 0 else 0.0
         return {**counters, "hidden_share": max(0.0, hidden)}
+
+    @property
+    def reductions(self) -> int:
+        """How many times this rank has taken part in a reduction; grows with each."""
+        return self._flushes
 
     def buckets(self) -> list[list[int]]:
         """Parameter numbers (in order of their names) of each bucket formed so far."""

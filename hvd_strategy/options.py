@@ -187,6 +187,14 @@ _ALL = (
         "What the mean is taken over: the ranks, or the items that each of them tells.",
     ),
     Option(
+        "log_grad_norm",
+        bool,
+        False,
+        lambda value: True,
+        "True or False",
+        "The norm of the gradients, before clipping, is logged at the steps that are logged.",
+    ),
+    Option(
         "consistency_check_every_n_steps",
         int,
         0,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hvd_strategy.arguments import require, require_kind, require_positive
-from hvd_strategy.contribution import Contribution
+from hvd_strategy.contribution import Contribution, require_items
 from hvd_strategy.errors import HvdError
 from hvd_strategy.parameter_table import ParameterTable
 from hvd_strategy.session import Session
@@ -29,12 +30,17 @@ class WeightedBackward:
 
         def _flush(self, flags: int = 0) -> None: ...
 
+        def _unreduced(self) -> list[int]: ...
+
+        def _fail(self, text: str) -> None: ...
+
     def backward(self, loss: Tensor, items: float | None = None, **arguments: Any) -> None:
         """`loss.backward()`, with `gradient_average="items"` weighted by the number of items.
 
         Args:
             loss: The mean of the loss over the items of this rank in this micro-batch.
-            items: How many that are; 0 where a rank has none, whose loss is not looked at.
+            items: How many that are. Where a rank has none (0), its loss has no say, whatever it
+                is; its backward runs only for the sake of collectives in it.
             arguments: Those of `Tensor.backward`.
 
         Raises:
@@ -43,32 +49,105 @@ class WeightedBackward:
             HvdError: Reduced gradients of the last step are kept; they are a mean already, to
                 which no sum can be added.
         """
-        require_kind(Tensor, "loss", loss, "a torch.Tensor")
+        self.weigh_backward(loss, items, lambda weighted: weighted.backward(**arguments))
+
+    def weigh_backward(
+        self,
+        loss: Tensor,
+        items: float | None,
+        run: Callable[[Tensor], object],
+        times: float = 1.0,
+    ) -> None:
+        """Has `run` differentiate the weighted loss; for fronts that have a backward of their own.
+
+        Args:
+            loss: As for `backward`.
+            items: As for `backward`.
+            run: Called with the weighted loss. Not called where there are no items and no graph.
+            times: Another factor, for a loss that has been divided by it.
+
+        Raises:
+            ValueError: As for `backward`.
+            HvdError: As for `backward`.
+        """
         contribution = self._contribution
+        require_kind(Tensor, "loss", loss, "a torch.Tensor")
+        require(callable(run), "run", run, "a function of the weighted loss")
+        require_positive("times", times)
         if not contribution.by_items:
             if items is not None:
                 raise ValueError(
                     f"items={items!r} is not accepted by a reducer with gradient_average='ranks': "
                     "create it with gradient_average='items'."
                 )
-            loss.backward(**arguments)
+            run(loss)
             return
         if items is None:
             raise ValueError(
                 "items=None is not accepted with gradient_average='items': it takes the number of "
                 "items that the loss is the mean of."
             )
+        require_items("items", items)
+        if not items:
+            self._backward_without_say(loss, run)
+            return
+        if contribution.items and not self._unreduced():
+            contribution.items = 0.0  # the gradients of the batches before have been cleared
         if not contribution.items:
             self._require_cleared()
-        contribution.add_items(items)
-        if items:
-            contribution.in_weighted_backward = True
+        weight = contribution.add_items(items) * times
+        contribution.in_weighted_backward = True
+        self._core.local = contribution.stays_local
+        try:
+            run(loss * weight)
+        finally:
+            self._core.local = False
+            contribution.in_weighted_backward = False
+
+    def _backward_without_say(self, loss: Tensor, run: Callable[[Tensor], object]) -> None:
+        """Runs a backward for the sake of collectives in it, drops its gradients, and reduces.
+
+        A layer such as SyncBatchNorm waits for all ranks in its backward. The gradients may well
+        be nan, and must not get into those of the other batches.
+        """
+        synchronises = not self._contribution.stays_local
+        if loss.requires_grad:
+            before = set(self._core.dirty())
+            parameters = list(self._table.parameters)
+            kept = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            self._core.local = True
             try:
-                (loss * items).backward(**arguments)
+                run(loss * 0.0)
+            except BaseException:
+                if synchronises:
+                    self._fail("an exception inside backward; see the output of that rank")
+                raise
             finally:
-                contribution.in_weighted_backward = False
-        elif not self._core.local:
+                self._core.local = False
+                for index in set(self._core.dirty()) - before:
+                    self._core.set_dirty(index, False)
+                for parameter, gradient in zip(parameters, kept, strict=True):
+                    parameter.grad = gradient
+        if synchronises:
             self._flush()
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the ranks' weights in the last reduction: with "items", the number of items."""
+        return 0.0 if self._core is None else float(self._core.total_weight)
+
+    @property
+    def _stays_local(self) -> bool:
+        return bool(self._core.local) or self._contribution.stays_local
+
+    def _stay_local(self, local: bool) -> None:
+        if self._contribution.by_items:
+            # The core is told in weighted backwards only, so that it notices all others.
+            self._contribution.stays_local = local
+        else:
+            self._core.local = local
 
     def _require_cleared(self) -> None:
         numbered = [(index, p) for index, p in enumerate(self._table.parameters)]
@@ -76,8 +155,9 @@ class WeightedBackward:
             if products is not None:
                 raise HvdError(
                     f"Rank {self._session.rank}: '{self._table.names[index]}' still has the "
-                    "gradient of the last step, which is a mean over items, while a backward adds "
-                    "a sum. Clear the gradients (optimizer.zero_grad()) after each step."
+                    "gradient of the last reduction, a mean over items, while a backward adds a "
+                    "sum. Clear the gradients of all optimizers (optimizer.zero_grad()) after "
+                    "each step, and add losses of one step up before a single backward."
                 )
 
     def attach_scaler(self, scaler: GradScaler | None) -> None:

@@ -9,11 +9,14 @@ needed. The values are the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from hvd_strategy._private_api import scaler_is_ready_for, unscales_by_itself
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.grad_scaler import GradScaler
 from hvd_strategy.lightning.class_tree import ClassTree
@@ -33,9 +36,11 @@ class AfterBackward:
         plugin: its precision plugin. Of this one object, the scaler and the method that clips by
             norm are replaced; only where they are torch's and Lightning's own.
         tree: the Lightning package of the Trainer.
+        logs_norm: whether the norm is logged at each step.
     """
 
-    def __init__(self, trainer: Any, plugin: Any, tree: ClassTree) -> None:
+    def __init__(self, trainer: Any, plugin: Any, tree: ClassTree, logs_norm: bool = False) -> None:
+        self._logs_norm = logs_norm
         self._plugin = plugin
         self._wrapper = tree.pytorch_name("core.optimizer", "LightningOptimizer")
         self._replacements = Replacements()
@@ -47,11 +52,10 @@ class AfterBackward:
         known = self._scheduled or type(plugin) is mixed
         replaceable = known and type(scaler) is torch.amp.GradScaler
         self._scaler = scaler if replaceable and scaler.is_enabled() else None
-        self._ours: GradScaler | None = None
+        self._ours: _TrainersScaler | None = None
         self._clips = type(plugin).clip_grad_by_norm is basic.clip_grad_by_norm
-        self._unseen = trainer.lightning_module.automatic_optimization and not _is_looked_at(
-            trainer, tree
-        )
+        self._by_hand = not trainer.lightning_module.automatic_optimization
+        self._unseen = not self._by_hand and not _is_looked_at(trainer, tree)
 
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_each_step = self._clips and by_norm and bool(trainer.gradient_clip_val)
@@ -59,7 +63,8 @@ class AfterBackward:
     @property
     def wants_norms(self) -> bool:
         """Whether the reduction is to look for inf and nan, and to sum squares."""
-        return self._unseen and (self._clips_each_step or self._scaler is not None)
+        uses = self._clips_each_step or self._logs_norm or self._scaler is not None
+        return self._unseen and uses
 
     def attach(self, reducer: GradientReducer) -> None:
         """Lets the plugin work with the reducer, until `detach`."""
@@ -75,14 +80,32 @@ class AfterBackward:
                 self._plugin.loss_scaler = self._ours
             else:
                 self._replacements.put(self._plugin, "scaler", self._ours)
+        if self._by_hand:
+            self._replacements.around(self._plugin, "clip_gradients", self._clip_by_hand(reducer))
         if self._clips:
 
             def clip(optimizer: Any, clip_val: float) -> None:
-                # In manual optimization it comes in Lightning's wrapper.
-                inner = optimizer.optimizer if isinstance(optimizer, self._wrapper) else optimizer
-                reducer.clip_grad_norm_(inner, float(clip_val))
+                reducer.clip_grad_norm_(self._unwrapped(optimizer), float(clip_val))
 
             self._replacements.put(self._plugin, "clip_grad_by_norm", clip)
+
+    def _unwrapped(self, optimizer: Any) -> Any:
+        # In manual optimization it comes in Lightning's wrapper.
+        return optimizer.optimizer if isinstance(optimizer, self._wrapper) else optimizer
+
+    def _clip_by_hand(self, reducer: GradientReducer) -> Callable[..., Any]:
+        def clip(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            inner = self._unwrapped(optimizer)
+            reducer.join(inner)  # this rank may have had no backward
+            if (
+                self._ours is not None
+                and self._plugin.scaler is not None
+                and not unscales_by_itself(inner)
+            ):
+                self._ours.unscale_ahead(inner)
+            return original(optimizer, *args, **kwargs)
+
+        return clip
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Returns the loss as the plugin's scaler scales it; without one, as it is."""
@@ -101,8 +124,51 @@ class AfterBackward:
             self._ours = None
 
 
-def _like(scaler: Any, device: str) -> GradScaler:
-    ours = GradScaler(
+class _TrainersScaler(GradScaler):
+    """Lets gradients be unscaled before Lightning does it, which is in the optimizer's step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._ahead: dict[int, int] = {}  # by the id of an optimizer: reductions at that time
+        self._only_looks = False
+
+    def unscale_ahead(self, optimizer: Optimizer) -> None:
+        """Unscales, unless it is done already; Lightning's `unscale_` then finds it done.
+
+        Raises:
+            RuntimeError: torch's, where another backward has added scaled gradients since.
+        """
+        assert self._reducer is not None
+        reductions = self._reducer.reductions
+        by_us = self._ahead.get(id(optimizer))
+        if by_us == reductions or (by_us is None and not scaler_is_ready_for(self, optimizer)):
+            return
+        super().unscale_(optimizer)
+        self._ahead[id(optimizer)] = reductions
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._ahead:
+            super().unscale_(optimizer)
+            return
+        del self._ahead[id(optimizer)]
+        if scaler_is_ready_for(self, optimizer):
+            # The step of another optimizer has made torch forget what it found, not undone it.
+            self._only_looks = True
+            try:
+                super().unscale_(optimizer)
+            finally:
+                self._only_looks = False
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if self._only_looks:
+            inv_scale = torch.ones_like(inv_scale)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def _like(scaler: Any, device: str) -> _TrainersScaler:
+    ours = _TrainersScaler(
         device,
         scaler.get_scale(),
         scaler.get_growth_factor(),

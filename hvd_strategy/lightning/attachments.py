@@ -15,6 +15,7 @@ from hvd_strategy._private_api import (
 )
 from hvd_strategy.lightning.class_tree import ClassTree
 from hvd_strategy.lightning.data_shards import DataShards
+from hvd_strategy.lightning.item_counts import ItemCounts
 from hvd_strategy.lightning.logged_metrics import LoggedMetrics
 from hvd_strategy.lightning.metric_states import MetricStates
 from hvd_strategy.lightning.replacements import Replacements
@@ -31,6 +32,7 @@ class Attachments:
         session: the ranks, more than one.
         tree: the Lightning package of the Trainer.
         together: whether the ranks can still meet.
+        items: the number of items that the running step has reported; None where steps do not.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class Attachments:
         session: Session,
         tree: ClassTree,
         together: Callable[[], bool],
+        items: Callable[[], float | None],
     ) -> None:
         self._replacements = Replacements()
-        self._metrics = LoggedMetrics(trainer, session, tree, together)
+        self._metrics = LoggedMetrics(trainer, session, tree, together, items)
         self._states = MetricStates(module)
         self._data = DataShards(trainer, session, tree)
         for loop, method, results in lightning_evaluation_loops(trainer):
@@ -50,7 +53,7 @@ class Attachments:
             self._replacements.before(loop, method, self._data.compare_draws, end_epoch)
 
     def attach_to_fit(
-        self, trainer: Any, broadcast_buffers: Callable[[], None], votes: StepVotes
+        self, trainer: Any, broadcast_buffers: Callable[[], None], votes: StepVotes | ItemCounts
     ) -> None:
         """Adds what only a fit needs.
 

@@ -63,6 +63,11 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).
+            gradient_average: what the mean of the gradients is taken over: "ranks" (the default),
+                or "items" (tokens, samples), whose number each training step reports: under the key
+                "num_items" of what it returns, or by `strategy.set_items(n)`.
+            log_grad_norm: whether the norm of the gradients, before clipping, is logged as
+                "hvd/grad_norm" (False).
             consistency_check_every_n_steps: every so many optimizer steps the ranks compare their
                 parameters, buffers and optimizer state (0: never).
             on_divergence: what happens when they differ: "error" (the default), or "repair", which
@@ -99,6 +104,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             abort_grace_seconds: float | None = None,
             process_group_backend: str | None = None,
             sparse_as_dense: bool | None = None,
+            gradient_average: Literal["ranks", "items"] | None = None,
+            log_grad_norm: bool | None = None,
             consistency_check_every_n_steps: int | None = None,
             on_divergence: Literal["error", "repair"] | None = None,
             rank_seeds: bool | None = None,
@@ -143,6 +150,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 abort_grace_seconds=abort_grace_seconds,
                 process_group_backend=process_group_backend,
                 sparse_as_dense=sparse_as_dense,
+                gradient_average=gradient_average,
+                log_grad_norm=log_grad_norm,
                 consistency_check_every_n_steps=consistency_check_every_n_steps,
                 on_divergence=on_divergence,
                 rank_seeds=rank_seeds,

@@ -35,6 +35,7 @@ from hvd_strategy._private_api import (
 )
 from hvd_strategy.errors import MismatchError
 from hvd_strategy.lightning.class_tree import ClassTree
+from hvd_strategy.lightning.logged_items import weighed_by_items
 from hvd_strategy.lightning.replacements import Replacements
 from hvd_strategy.session import Session
 
@@ -48,6 +49,7 @@ class _Logged:
     operation: str
     total: float
     weight: float
+    by_items: bool = False  # the weight is the number of items that the step will have reported
 
 
 class LoggedMetrics:
@@ -58,11 +60,18 @@ class LoggedMetrics:
         session: the ranks, more than one.
         tree: the Lightning package of the Trainer.
         together: whether the ranks can still meet.
+        items: the number of items that the running step has reported, where steps do.
     """
 
     def __init__(
-        self, trainer: Any, session: Session, tree: ClassTree, together: Callable[[], bool]
+        self,
+        trainer: Any,
+        session: Session,
+        tree: ClassTree,
+        together: Callable[[], bool],
+        items: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._items = items
         self._session = session
         self._tree = tree
         self._together = together
@@ -179,7 +188,8 @@ class LoggedMetrics:
             weight = float(self._samples(results, batch_size))
         operation = entry.meta.sync.op
         total = value * weight if operation == "mean" else value
-        return _Logged(operation, total, weight)
+        by_items = operation == "mean" and weighed_by_items(entry, self._given_batch_size)
+        return _Logged(operation, total, weight, by_items)
 
     def _samples(self, results: Any, batch_size: int) -> int:
         """Number of samples behind a value; Lightning looks for it only at the epoch's metrics."""
@@ -199,6 +209,11 @@ class LoggedMetrics:
     def _exchange_step(self, logged: dict[str, tuple[Any, _Logged]], skipped: bool = False) -> bool:
         """Returns whether any rank logged anything."""
         entries = {key: value for key, (_, value) in logged.items()}
+        items = self._items()
+        if items is not None:
+            for key, (entry, found) in logged.items():
+                if found.by_items:
+                    entries[key] = _of_items(entry, found.operation, items)
         told, combined = self._exchange("in a batch", entries, skipped)
         for key, value in combined.items():
             cached = logged_step_value(logged[key][0])
@@ -294,6 +309,13 @@ def _epoch_value(entry: Any) -> _Logged:
         return _Logged(type(entry.value).__name__, 0.0, 0.0)
     weight = float(entry.cumulated_batch_size) if entry.meta.is_mean_reduction else 1.0
     return _Logged(entry.meta.sync.op, entry.value.item(), weight)
+
+
+def _of_items(entry: Any, operation: str, items: float) -> _Logged:
+    logged = logged_step_value(entry)
+    assert logged is not None
+    # Not multiplied by 0: the mean of no items may be nan.
+    return _Logged(operation, logged.item() * items if items else 0.0, items)
 
 
 def _once_per_epoch(fx: str) -> bool:

@@ -31,13 +31,13 @@ from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning.after_backward import AfterBackward
 from hvd_strategy.lightning.attachments import Attachments
-from hvd_strategy.lightning.collective_strategy import CollectiveStrategy
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
 from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.lightning.replica_check import ReplicaCheck
+from hvd_strategy.lightning.step_reports import ReportingStrategy
 from hvd_strategy.lightning.step_votes import StepVotes
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
@@ -63,7 +63,7 @@ _NOT_NEEDED = (
 )
 
 
-class DataParallelStrategy(CollectiveStrategy):
+class DataParallelStrategy(ReportingStrategy):
     """Synchronous data-parallel training of a LightningModule; see `HvdStrategy`."""
 
     _cluster_environment: Any = None
@@ -290,12 +290,18 @@ class DataParallelStrategy(CollectiveStrategy):
             self.model = self._layer_sync.apply(self.model)
         # Not DDPStrategy's own, which differs from it in the wrapper only.
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
+        self._begin_reports(trainer)
         if fitting:
             assert self.model is not None
-            self._after_backward = AfterBackward(trainer, self.precision_plugin, self._tree)
-            self._votes = StepVotes(self._session.size, self._after_backward.scaled)
+            self._after_backward = AfterBackward(
+                trainer, self.precision_plugin, self._tree, self._options["log_grad_norm"]
+            )
+            named = self._named_parameters(self.model)
+            if self._item_counts is None:
+                self._votes = StepVotes(self._session.size, self._after_backward.scaled)
+                named += self._votes.named_parameters()
             self._reducer = GradientReducer(
-                [*self._named_parameters(self.model), *self._votes.named_parameters()],
+                named,
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -303,10 +309,11 @@ class DataParallelStrategy(CollectiveStrategy):
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
                 sparse_as_dense=self._options["sparse_as_dense"],
-                gradient_average="ranks",
+                gradient_average=self._options["gradient_average"],
                 gradient_norms=self._after_backward.wants_norms,
             )
             self._after_backward.attach(self._reducer)
+            self._attach_reports(trainer, self._reducer)
             if self._options["rank_seeds"]:
                 seed_by_rank(self._session, trainer.global_step)
             every_n_steps = self._options["consistency_check_every_n_steps"]
@@ -325,10 +332,16 @@ class DataParallelStrategy(CollectiveStrategy):
             )
             assert self.model is not None
             self._attachments = Attachments(
-                trainer, self.model, self._session, self._tree, lambda: not self._failed
+                trainer,
+                self.model,
+                self._session,
+                self._tree,
+                lambda: not self._failed,
+                self._items_of_step,
             )
-            if self._votes is not None:
-                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, self._votes)
+            votes = self._votes or self._item_counts
+            if fitting and votes is not None:
+                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, votes)
 
     @override
     def model_to_device(self) -> None:
@@ -379,6 +392,7 @@ class DataParallelStrategy(CollectiveStrategy):
 
         With its own rank's loss it would decide differently on each rank.
         """
+        closure = self._after_closure(optimizer, closure)
         if self._voting():
             closure = partial(self._count_votes, optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
@@ -389,6 +403,8 @@ class DataParallelStrategy(CollectiveStrategy):
         loss = closure()
         if not isinstance(loss, Tensor):
             return loss
+        if self._item_counts is not None:
+            return self._item_counts.mean_loss(loss, partial(self.reduce, reduce_op="sum"))
         mean = self.reduce(loss.detach().clone())
         return mean if self._votes is None else mean * self._votes.factor
 
@@ -551,6 +567,7 @@ class DataParallelStrategy(CollectiveStrategy):
             self._stop.detach()
         if self._attachments is not None:
             self._attachments.detach()
+        self._end_reports()
         if self._after_backward is not None:
             self._after_backward.detach()
         if self._reducer is not None:
@@ -583,6 +600,8 @@ class DataParallelStrategy(CollectiveStrategy):
             "_votes",
             "_after_backward",
             "_replica_check",
+            "_item_counts",
+            "_grad_norm",
         ):
             state.pop(name, None)
         return state

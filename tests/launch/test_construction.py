@@ -120,8 +120,7 @@ def test_command_line_help_has_every_argument(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         command_line("--trainer.strategy.help", "hvd_strategy.HvdStrategy")
     shown = capsys.readouterr().out
-    # The one is for the environment alone, the other for GradientReducer.
-    for name in OPTIONS.keys() - {"log_level", "gradient_average"}:
+    for name in OPTIONS.keys() - {"log_level"}:  # for the environment alone
         assert f"--trainer.strategy.{name}" in shown
     assert "how ranks come into being" in shown  # from the docstring
 

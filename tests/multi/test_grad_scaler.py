@@ -359,13 +359,27 @@ def expect_errors() -> None:
     with pytest.raises(HvdError, match=r"call reducer\.backward\(loss, items=n\)"):
         square_error(model, 0, session.rank).backward()
     optimizer.zero_grad()
+    with pytest.raises(HvdError, match=r"strategy\.set_items\(n\), and then"), reducer.no_sync():
+        square_error(model, 0, session.rank).backward()
+    optimizer.zero_grad()
+    # Gradients that the user has cleared do not count with the next, nor do their items.
+    with reducer.no_sync():
+        reducer.backward(square_error(model, 0, session.rank), items=30)
+    optimizer.zero_grad()
+    # Neither does what has no items, whatever its loss is.
+    with reducer.no_sync():
+        reducer.backward(square_error(model, 0, session.rank) * math.nan, items=0)
+    reducer.backward(square_error(model, 0, session.rank), items=2)
+    assert reducer.total_weight == 2 * session.size
+    assert math.isfinite(reducer.grad_norm())
+    optimizer.zero_grad()
     # Items of a backward that failed are not counted with the next one.
     model[0].weight.register_hook(fails_once())
     with pytest.raises((HvdError, ZeroDivisionError)):
         reducer.backward(square_error(model, 0, session.rank), items=40 + session.rank)
     optimizer.zero_grad()
     reducer.backward(square_error(model, 0, session.rank), items=2)
-    assert reducer._core.total_weight == 2 * session.size
+    assert reducer.total_weight == 2 * session.size
     optimizer.zero_grad()
     for items in (-1, math.nan, True, "3", None):
         with pytest.raises(ValueError, match="items="):

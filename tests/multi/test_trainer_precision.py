@@ -7,6 +7,7 @@ compared: scale, skipped steps, norm and clipping.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,13 +82,46 @@ class ByHand(Scaled):
         optimizer.step()
 
 
+class ClipsByHand(ByHand):
+    """Two optimizers, both clipped before one of them steps: what is clipped is unscaled."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=False):  # Lightning's is around this backward
+            self.manual_backward(self.loss(batch, batch_idx))
+        for optimizer, algorithm in zip(optimizers, ("norm", "value"), strict=True):
+            self.clip_gradients(optimizer, 0.2, algorithm)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.SGD(self.body.parameters(), lr=0.1),
+            torch.optim.SGD(self.head.parameters(), lr=0.1),
+        )
+
+
+class LooksBeforeStep(Scaled):
+    """What it sees is the unscaled mean, before it is clipped."""
+
+    def __init__(self, ranks: int = 0) -> None:
+        super().__init__(ranks)
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.head.bias.grad is not None
+        self.seen.append(self.head.bias.grad.item())
+
+
 class Fused(Scaled):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-def plugin() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+def plugin(scale: float = 2.0**12) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
@@ -129,7 +163,7 @@ def compare(outcomes: list[Outcome], expected: Outcome) -> None:
     [
         *(
             (name, clip)
-            for name in (Scaled, LooksAfterBackward, EditsBeforeStep)
+            for name in (Scaled, LooksAfterBackward, LooksBeforeStep, EditsBeforeStep)
             for clip in (None, 0.3, 1000.0)
         ),
         (ByHand, None),
@@ -142,6 +176,49 @@ def test_as_in_a_single_process(
     compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
 
 
+@pytest.mark.parametrize("model_class", [Scaled, LooksBeforeStep])
+def test_clipping_by_value_and_accumulation(ranks: Ranks, model_class: type[Scaled]) -> None:
+    arguments = {
+        "gradient_clip_val": 0.1,
+        "gradient_clip_algorithm": "value",
+        "accumulate_grad_batches": 2,
+    }
+    compare(ranks(fit, model_class, arguments), reference(model_class, 2, **arguments))
+
+
+class OverflowsNever(ClipsByHand):
+    overflow_at = -1
+
+
+@pytest.mark.parametrize("model_class", [ClipsByHand, OverflowsNever])
+def test_clipping_by_hand(ranks: Ranks, model_class: type[ClipsByHand]) -> None:
+    """Lightning alone would clip the scaled gradients, so the reference is a loop."""
+    torch.manual_seed(0)
+    model = model_class(2)
+    optimizers = model.configure_optimizers()
+    scaler = plugin().scaler
+    assert scaler is not None
+    for epoch in range(2):
+        data = shuffled_loader(48, BATCH * 2)
+        data.sampler.set_epoch(epoch)
+        for batch_idx, batch in enumerate(data):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(model.loss(batch, batch_idx)).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.body.parameters(), 0.2)
+            torch.nn.utils.clip_grad_value_(model.head.parameters(), 0.2)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    results = ranks(fit, model_class, {})
+    for result in results:
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(result.state[name], tensor, rtol=0, atol=1e-5)
+            assert torch.equal(result.state[name], results[0].state[name])
+
+
 def test_three_ranks_and_accumulation(ranks: Ranks) -> None:
     arguments = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3}
     outcomes = ranks.run(3, fit, Scaled, arguments)
@@ -150,6 +227,51 @@ def test_three_ranks_and_accumulation(ranks: Ranks) -> None:
 
 def test_an_optimizer_that_unscales_by_itself(ranks: Ranks) -> None:
     compare(ranks(fit, Fused, {}), reference(Fused, 2))
+
+
+def resumed(strategy: str, epochs: int, resume: str | None, save: str | None) -> Outcome:
+    """One process where the strategy is Lightning's."""
+    ranks = 2 if strategy == "auto" else 0
+    torch.manual_seed(own_rank())
+    model, mixed = Scaled(ranks), plugin() if resume is None else plugin(2.0**3)
+    alone = {"devices": 1} if ranks else {}
+    trainer = make_trainer(strategy, plugins=[mixed], max_epochs=epochs, **alone)
+    data = shuffled_loader(48, BATCH * ranks) if ranks else loader(48)
+    trainer.fit(model, data, ckpt_path=resume, weights_only=False)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    scale = mixed.state_dict()
+    return outcome(trainer, model, (scale["scale"], scale["_growth_tracker"], None))
+
+
+def test_checkpoints_keep_the_scale(ranks: Ranks, tmp_path: Path) -> None:
+    """Those of one process and of hvd, read by the other."""
+    expected = resumed("auto", 3, None, None)
+    alone, ours = str(tmp_path / "alone.ckpt"), str(tmp_path / "ours.ckpt")
+    resumed("auto", 1, None, alone)
+    compare(ranks(resumed, "hvd", 3, alone, None), expected)
+    ranks(resumed, "hvd", 1, None, ours)
+    compare([resumed("auto", 3, ours, None)], expected)
+
+
+def fit_from_other_scales(model_class: type[Scaled]) -> Outcome:
+    torch.manual_seed(own_rank())
+    mixed = plugin(2.0 ** (12 + own_rank()))
+    trainer = make_trainer(plugins=[mixed], max_epochs=2)
+    model = model_class()
+    trainer.fit(model, loader(48))
+    scale = mixed.state_dict()
+    return outcome(trainer, model, (scale["scale"], scale["_growth_tracker"], None))
+
+
+class LooksOnly(Scaled):
+    def on_after_backward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("model_class", [Scaled, LooksOnly])
+def test_scales_that_differ_at_the_start(ranks: Ranks, model_class: type[Scaled]) -> None:
+    compare(ranks(fit_from_other_scales, model_class), reference(model_class, 2))
 
 
 class Norms(Callback):
@@ -208,3 +330,50 @@ def fit_in(precision: str, ranks: int) -> Outcome:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_precisions_without_a_scaler(ranks: Ranks, precision: str) -> None:
     assert_as_single_process(ranks(fit_in, precision, 0), fit_in(precision, 2))
+
+
+class Narrow(Plain):
+    """Parameters of 16 bit, and data to go with them."""
+
+    def loss(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().loss([part.bfloat16() for part in batch], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+
+def fit_narrow() -> Outcome:
+    torch.manual_seed(own_rank())
+    model = Narrow()
+    trainer = make_trainer(precision="bf16-true", gradient_clip_val=0.3)
+    trainer.fit(model, loader(48))
+    return outcome(trainer, model)
+
+
+def test_parameters_of_16_bit(ranks: Ranks) -> None:
+    """Bit-equal to one process that takes the mean of the ranks' gradients in fp32."""
+    torch.manual_seed(0)
+    model = Narrow().bfloat16()
+    optimizer = model.configure_optimizers()
+    for epoch in range(2):
+        data = shuffled_loader(48, BATCH * 2)
+        data.sampler.set_epoch(epoch)
+        for batch_idx, batch in enumerate(data):
+            of_ranks = []
+            for rank in range(2):
+                optimizer.zero_grad()
+                share = [part[rank::2].bfloat16() for part in batch]
+                model.rank_loss(*share, rank, batch_idx).backward()
+                of_ranks.append([p.grad.float() for p in model.parameters()])
+            for parameter, *gradients in zip(model.parameters(), *of_ranks, strict=True):
+                parameter.grad = (sum(gradients) / 2).bfloat16()
+            squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+            factor = 0.3 / (math.sqrt(squares) + 1e-6)
+            if factor < 1:
+                for parameter in model.parameters():
+                    parameter.grad = (parameter.grad.float() * factor).bfloat16()
+            optimizer.step()
+    for result in ranks(fit_narrow):
+        for name, tensor in model.state_dict().items():
+            assert result.state[name].dtype == torch.bfloat16
+            assert torch.equal(result.state[name], tensor), name

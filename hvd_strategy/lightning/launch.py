@@ -136,11 +136,12 @@ class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
 
     _tree: ClassTree
     _strategy: Any
+    _start_method: Any
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.keep_interrupt_handler()
-        spawned = self._strategy._start_method == "spawn"  # a fork imports nothing
+        spawned = self._start_method == "spawn"  # a fork imports nothing
         with _process_kept(), _marked_as_started() if spawned else nullcontext():
             try:
                 result = super().launch(function, *args, trainer=trainer, **kwargs)

@@ -5,10 +5,11 @@
 Eight blocks of Linear(1024) and ReLU with SGD, on two ranks. `eager` compiles nothing, `whole` is
 `torch.compile(model)`, `blocks` is `block.compile()` for every block; all three are reduced by
 `GradientReducer` in a plain loop. `ddp` is `torch.compile(DistributedDataParallel(model))`, which
-has torch split the graph where DDP's buckets end. `communication` is the time in a step during
-which a reduction was under way, `exposed` the time for which the step waited at the end of
-backward, and `hidden` the share of communication that was not waited for. Times are those of the
-slower rank. The table is in Markdown, for docs/compile.md.
+has torch split the graph where DDP's buckets end. `step` is the time of the slower rank.
+`communication` is the time in a step during which a reduction was under way, `exposed` the time for
+which the step waited at the end of backward, both on the rank that came last to it: on the other
+they include the wait for that rank. `hidden` is the share of communication that is not exposed. The
+table is in Markdown, for docs/compile.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from benchmarks.measure import (
     parse_arguments,
     run_ranks,
     show_seconds,
-    slowest,
     timed,
 )
 
@@ -109,16 +109,16 @@ def main() -> None:
     report = Report("compile", {**settings, "ranks": 2, "threads": 1})
     results = run_ranks(measure, 2, settings)
     for name in results[0]:
-        wall, busy, exposed = (
-            slowest([[sample[which] for sample in result[name]] for result in results])
-            for which in range(3)
-        )
-        row: dict[str, Any] = {"compiled": name, "step": wall}
+        rounds = list(zip(*(result[name] for result in results), strict=True))
+        row: dict[str, Any] = {
+            "compiled": name,
+            "step": statistics.median(max(wall for wall, _, _ in ranks) for ranks in rounds),
+        }
         if name != "ddp":
-            hidden = statistics.median(
-                max(0.0, 1 - sample[2] / sample[1]) for result in results for sample in result[name]
-            )
-            row |= {"communication": busy, "exposed": exposed, "hidden": hidden}
+            last = [min(ranks, key=lambda sample: sample[2]) for ranks in rounds]
+            row["communication"] = statistics.median(busy for _, busy, _ in last)
+            row["exposed"] = statistics.median(exposed for _, _, exposed in last)
+            row["hidden"] = max(0.0, 1 - row["exposed"] / row["communication"])
         report.rows.append(row)
     step = {row["compiled"]: row["step"] for row in report.rows}
     report.figures = [

@@ -278,7 +278,7 @@ def lightning_launchers(pytorch: str) -> tuple[type[Any], type[Any], type[Any]]:
     """The launchers that run a script once per rank and that use multiprocessing, and the base.
 
     Overridden: _SubprocessScriptLauncher._call_children_scripts, which starts the other ranks;
-    _MultiProcessingLauncher._wrapping_function, what a worker runs. Read: _strategy.
+    _MultiProcessingLauncher._wrapping_function, what a worker runs. Read: _strategy, _start_method.
 
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher, _MultiProcessingLauncher;
     lightning.pytorch.strategies.launchers.launcher._Launcher.

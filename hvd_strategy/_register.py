@@ -18,6 +18,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 # Module that holds a registry -> (name of the registry in it, root of its class tree).
@@ -39,6 +40,11 @@ _STRATEGIES = {
 _ALIAS = "horovod"
 _ALIAS_DESCRIPTION = "The same as hvd; does not multiply the learning rate by the number of ranks"
 
+# Our launchers set it for the ranks that they start. Gone once it has been read, so that processes
+# which a rank starts do not take themselves for one.
+STARTED_RANK = "HVD_STRATEGY_STARTED_RANK"
+_end_of_imports: Callable[[], None] | None = None
+
 
 def autoload() -> None:
     """Entry point of group "torch.backends", called at the end of `import torch`."""
@@ -51,6 +57,7 @@ def install() -> None:
     May be called any number of times. Never raises.
     """
     try:
+        started = os.environ.pop(STARTED_RANK, None) is not None
         if os.environ.get("HVD_STRATEGY_AUTOREGISTER", "1") == "0":
             return
         # Compared by name: a package that is imported anew brings a new class of the same name.
@@ -62,6 +69,11 @@ def install() -> None:
             module = sys.modules.get(module_name)
             if hasattr(module, registry_name):
                 _register(module)
+        if started and not any(name in sys.modules for name in _REGISTRIES):
+            from hvd_strategy._rank_imports import put_off_collections
+
+            global _end_of_imports
+            _end_of_imports = put_off_collections()
     except Exception as error:
         _warn(error)
 
@@ -137,7 +149,12 @@ def _register_after_execution(loader: Any) -> None:
     def exec_module(module: Any) -> None:
         if "exec_module" in vars(loader):
             del loader.exec_module
-        original(module)
+        try:
+            original(module)
+        finally:
+            # Lightning imports its strategies last.
+            if _end_of_imports is not None:
+                _end_of_imports()
         try:
             _register(module)
         except Exception as error:

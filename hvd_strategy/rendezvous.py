@@ -3,8 +3,8 @@
 There is one store per job, the one behind torch.distributed's default group. Where the group exists
 already we use its store. Where it does not, we make it, because Lightning and others expect it:
 
-* With MASTER_ADDR and MASTER_PORT (torchrun, Lightning, set by hand) torch's own rendezvous opens
-  the store; it knows when torchrun's agent holds the server, so there is never a second one.
+* With MASTER_ADDR and MASTER_PORT (torchrun, Lightning, set by hand) the store is there: rank 0
+  serves it, except under torchrun, whose agent does, so there is never a second server.
 * Ranks that an MPI launcher or `srun` started on one host have no such address; `host_meeting`
   finds the others through the launcher's process.
 
@@ -25,8 +25,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from hvd_strategy import _private_api
 from hvd_strategy.errors import HvdError
@@ -262,24 +266,32 @@ def _store_at(
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     opened: list[Store | Exception] = []
 
+    # As torch's own rendezvous does it: torchrun's agent serves the store for its workers, and the
+    # users of one port in this process share one server. But rank 0 does not wait here until all
+    # have come: the roll call that follows does, names who is missing, and sees them sooner.
+    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
     def open_store() -> None:
         try:
-            # torch's own: it takes part in torchrun's agent store where that exists, and shares
-            # one server among all users of the same port in this process.
-            found = rendezvous(f"tcp://{place}", world.rank, world.size, timeout=timeout)
-            opened.append(next(found)[0])
+            store = TCPStore(
+                host,
+                port,
+                world.size,
+                is_master=serves,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+            )
+            opened.append(store)
         except Exception as error:
             opened.append(error)
 
-    # Rank 0 waits in there for all others, and they for rank 0, deaf to Ctrl-C: that is why
-    # another thread does it.
+    # Torch waits in there for rank 0, deaf to Ctrl-C: that is why another thread does it.
     patience = Patience(
         timeout.total_seconds() + 5,  # torch's own error says more
         warn_after,
-        lambda: (
-            f"rank {world.rank}'s wait for {'the other ranks' if world.rank == 0 else 'rank 0'} at "
-            f"{place} (MASTER_ADDR, MASTER_PORT)"
-        ),
+        lambda: f"rank {world.rank}'s wait for rank 0 at {place} (MASTER_ADDR, MASTER_PORT)",
     )
     thread = threading.Thread(target=open_store, name="hvd-rendezvous", daemon=True)
     thread.start()
@@ -294,8 +306,7 @@ def _store_at(
     if "EADDRINUSE" in str(store):
         hint = "Another job uses this port: choose another MASTER_PORT"
     else:
-        who = "all ranks are" if world.rank == 0 else "rank 0 is"
-        hint = f"Check MASTER_ADDR and MASTER_PORT, and whether {who} running"
+        hint = "Check MASTER_ADDR and MASTER_PORT, and whether rank 0 is running"
     raise HvdError(
         f"Rank {world.rank} of {world.size} cannot open the store at {place} "
         f"({first_line(store)}). {hint}."

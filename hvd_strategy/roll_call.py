@@ -28,6 +28,11 @@ Record = dict[str, Any]
 _ERRORS = {kind.__name__: kind for kind in (HvdError, HvdTimeoutError, RankFailedError)}
 _log = get_logger(__name__)
 
+# What `Patience.pause` sleeps: this share of the time waited so far, within bounds in seconds.
+_NAP_SHARE = 0.002
+_SHORTEST_NAP = 0.001
+_LONGEST_NAP = 0.05
+
 
 class Patience:
     """A wait for other ranks: its deadline, and the notice that it takes long.
@@ -43,7 +48,6 @@ class Patience:
         self._start = time.monotonic()
         self._warn_after = warn_after
         self._what = what
-        self._nap = 0.001
 
     def remaining(self) -> float:
         """Seconds until the deadline."""
@@ -62,10 +66,12 @@ class Patience:
             _log.warning("%s takes %.0f s so far.", self._what(), waited)
 
     def pause(self) -> None:
-        """Checks, then sleeps a moment, a little longer each time."""
+        """Checks, then sleeps a moment: a few thousandths of the time waited so far."""
         self.check()
-        time.sleep(min(self._nap, max(self.remaining(), 0)))
-        self._nap = min(self._nap * 1.5, 0.05)
+        # Ranks come seconds after each other, when they have imported what they need. So what is
+        # waited for is seen at once in the measure of the wait, which still takes little CPU time.
+        nap = (time.monotonic() - self._start) * _NAP_SHARE
+        time.sleep(min(max(nap, _SHORTEST_NAP), _LONGEST_NAP, max(self.remaining(), 0)))
 
 
 def host_record() -> Record:

@@ -62,9 +62,9 @@ def built_class(tree: str, name: str) -> Any:
 
         return environment_class(tree)
     if name in _LAUNCHERS:
-        from hvd_strategy.lightning.launch import launcher_classes
+        from hvd_strategy.lightning.launch import launcher_class
 
-        return launcher_classes(tree)[_LAUNCHERS.index(name)]
+        return launcher_class(tree, name)
     if name == "AtomicCheckpointIO":
         from hvd_strategy.lightning.checkpoint import checkpoint_io_class
 

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_launchers, lightning_tuner_exit
+from hvd_strategy._register import STARTED_RANK
 from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning.checkpoint import same_checkpoints
 from hvd_strategy.lightning.class_tree import ClassTree, class_tree
@@ -98,7 +99,8 @@ class ScriptLauncher(_ScriptBase):
     @override
     def _call_children_scripts(self) -> None:
         global _script_job
-        super()._call_children_scripts()
+        with _marked_as_started():
+            super()._call_children_scripts()
         _script_job = _ScriptJob(self.procs)
 
 
@@ -134,11 +136,13 @@ class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
 
     _tree: ClassTree
     _strategy: Any
+    _start_method: Any
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.keep_interrupt_handler()
-        with _process_kept():
+        spawned = self._start_method == "spawn"  # a fork imports nothing
+        with _process_kept(), _marked_as_started() if spawned else nullcontext():
             try:
                 result = super().launch(function, *args, trainer=trainer, **kwargs)
                 self._strategy.forget_messages()
@@ -164,6 +168,16 @@ class MultiProcessingLauncher(InterruptHandlerKept, _MultiProcessingBase):
 
 
 @contextmanager
+def _marked_as_started() -> Iterator[None]:
+    """Lets processes that are started in the block know that they are ranks."""
+    os.environ[STARTED_RANK] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[STARTED_RANK]
+
+
+@contextmanager
 def _process_kept() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _RUN_VARIABLES}
     threads = torch.get_num_threads()
@@ -180,25 +194,30 @@ def _process_kept() -> Iterator[None]:
 
 
 @cache
-def launcher_classes(tree_name: str) -> tuple[type[Any], type[Any], type[Any]]:
-    """Returns the launchers for scripts, multiprocessing and notebooks, as classes of the tree.
+def launcher_class(tree_name: str, name: str) -> type[Any]:
+    """Returns a launcher as a class of the tree; pickle finds it where it says.
 
-    Pickle finds them where they say they are.
+    Args:
+        tree_name: the tree.
+        name: "ScriptLauncher", "MultiProcessingLauncher" or "NotebookLauncher".
     """
-    from hvd_strategy.lightning.notebook import NotebookLauncher
+    script, multiprocessing, base = lightning_launchers(tree_name)
+    own: type[Any]
+    if name == "ScriptLauncher":
+        own, theirs = ScriptLauncher, script
+    elif name == "MultiProcessingLauncher":
+        own, theirs = MultiProcessingLauncher, multiprocessing
+    else:
+        from hvd_strategy.lightning.notebook import NotebookLauncher
 
+        own, theirs = NotebookLauncher, base
     tree = class_tree(tree_name)
-    ours = (ScriptLauncher, MultiProcessingLauncher, NotebookLauncher)
-    built = []
-    for own, theirs in zip(ours, lightning_launchers(tree_name), strict=True):
-        attributes = {"__module__": tree.public_module, "_tree": tree}
-        built.append(type(own.__name__, (own, theirs), attributes))
-    return built[0], built[1], built[2]
+    return type(name, (own, theirs), {"__module__": tree.public_module, "_tree": tree})
 
 
 __all__ = [
     "InterruptHandlerKept",
     "MultiProcessingLauncher",
     "ScriptLauncher",
-    "launcher_classes",
+    "launcher_class",
 ]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from hvd_strategy._private_api import lightning_is_interactive
+from hvd_strategy._register import STARTED_RANK
 from hvd_strategy.errors import HvdError
 from hvd_strategy.host_meeting import listen_on_loopback
 from hvd_strategy.lightning import transfer
@@ -170,6 +171,7 @@ class NotebookLauncher(InterruptHandlerKept, _Base):
             "WORLD_SIZE": str(self._strategy.num_processes),
             # The store is served by this process; no rank is to serve another.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STARTED_RANK: "1",
         }
         if sys.stdout.isatty() or lightning_is_interactive(self._tree.fabric):
             # The pipe leads to a screen: rich, which draws Lightning's progress bar where it is

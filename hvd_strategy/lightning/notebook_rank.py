@@ -27,7 +27,7 @@ from hvd_strategy._private_api import (
 from hvd_strategy.errors import RankFailedError
 from hvd_strategy.lightning import transfer
 from hvd_strategy.lightning.class_tree import class_tree
-from hvd_strategy.lightning.launch import launcher_classes
+from hvd_strategy.lightning.launch import launcher_class
 from hvd_strategy.lightning.rank_watch import RankReport
 from hvd_strategy.lightning.run_outcome import RunOutcome, known_objects
 
@@ -136,7 +136,7 @@ def _run(work: Work, outcome: int) -> None:
     if type(strategy.cluster_environment) is default:
         # What came with the Trainer may remember a port of the notebook's process.
         strategy.cluster_environment = default()
-    script = launcher_classes(tree.name)[0]
+    script = launcher_class(tree.name, "ScriptLauncher")
     # The ranks exist: it starts none, and tells the others of an exception.
     launcher = script(strategy.cluster_environment, strategy.num_processes, 1)
     set_lightning_launcher(strategy, launcher)

@@ -33,7 +33,7 @@ from hvd_strategy.lightning.after_backward import AfterBackward
 from hvd_strategy.lightning.attachments import Attachments
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
-from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_classes
+from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_class
 from hvd_strategy.lightning.layer_sync import synchronised_layers
 from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.lightning.replica_check import ReplicaCheck
@@ -210,12 +210,13 @@ class DataParallelStrategy(ReportingStrategy):
             # The ranks exist already; this launcher starts none in that case.
             method = "popen"
         self._start_method = method
-        script, multiprocessing, notebook = launcher_classes(self._tree.name)
         if method == "popen":
+            script = launcher_class(self._tree.name, "ScriptLauncher")
             self._launcher = script(environment, self.num_processes, self.num_nodes)
         elif method == "interactive":
-            self._launcher = notebook(self)
+            self._launcher = launcher_class(self._tree.name, "NotebookLauncher")(self)
         else:
+            multiprocessing = launcher_class(self._tree.name, "MultiProcessingLauncher")
             self._launcher = multiprocessing(self, start_method=method)
 
     # ---- life cycle

@@ -54,6 +54,8 @@ def test_plain_python() -> None:
     with script() as job:
         found = reports(job)
         assert_trained(found, strategy="hvd_strategy.lightning.HvdStrategy")
+        assert [line["imported without collections"] for line in found] == [False, True]
+        assert found[0]["collector"] == found[1]["collector"]
         assert sum("tested on rank" in line.text for line in job.lines) == 2
 
 
@@ -103,6 +105,8 @@ def test_spawn_in_the_other_package() -> None:
         assert_trained_in_workers(found)
         expected = "hvd_strategy.lightning.pytorch_lightning.HvdStrategy"
         assert {line["strategy"] for line in found} == {expected}
+        assert sum(line["imported without collections"] for line in found) == 2
+        assert len({tuple(line["collector"]) for line in found}) == 1
         assert "without leaving the job" not in job.output()
 
 

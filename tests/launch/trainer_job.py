@@ -4,6 +4,7 @@ It does not import hvd_strategy. Every rank prints a line of JSON at the end of 
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -73,6 +74,8 @@ def report(model: Any, trainer: Any) -> None:
         "strategy": f"{type(trainer.strategy).__module__}.{type(trainer.strategy).__qualname__}",
         "environment": type(trainer.strategy.cluster_environment).__name__,
         "first_step": getattr(model, "first_step", None),
+        "collector": gc.get_threshold(),
+        "imported without collections": "hvd_strategy._rank_imports" in sys.modules,
     }
     say(json.dumps(line))
 

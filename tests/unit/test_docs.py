@@ -159,7 +159,7 @@ EXAMPLES = (
     "/nowhere/",
     # Python's and torch's own words
     "FileNotFoundError: [Errno 2] No such file or directory: ",
-    "Timed out after 5 seconds waiting for clients. 1/2 clients joined.",
+    "The client socket has timed out after 4000ms while trying to connect to ",
     "The server socket has failed to listen on any local network address. port: 29417, useIpv6: "
     "false, code: -98, name: EADDRINUSE, message: address already in use",
 )

@@ -77,6 +77,7 @@ NAMES = (
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._results",
     "lightning.pytorch.plugins.precision.Precision._clip_gradients",
     "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._start_method",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._strategy",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
     "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",

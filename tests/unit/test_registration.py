@@ -207,3 +207,97 @@ print(*(registry.get(name).replaces_horovod for name in "{NAMES}".split()))
         "None None fork interactive spawn",
         "True False False False False",
     ]
+
+
+# ---- ranks that a launcher of ours has started ---------------------------------------------------
+
+# Says what the garbage collector is told while Lightning is imported.
+WATCHED_STAND_IN = f"import gc; print('meanwhile', *gc.get_threshold()){STAND_IN}"
+
+
+@pytest.mark.parametrize(
+    ("code", "meanwhile", "afterwards"),
+    [
+        ("import hvd_strategy", "1000000 7 9", "600 7 9"),
+        ("gc.set_threshold(0); import hvd_strategy", "0 7 9", "0 7 9"),
+        ("import hvd_strategy; gc.set_threshold(500)", "500 7 9", "500 7 9"),
+        ("gc.disable(); import hvd_strategy", "1000000 7 9", "600 7 9"),
+        ("import hvd_strategy; gc.freeze()", "1000000 7 9", "600 7 9"),
+        ("import pytorch_lightning.strategies, hvd_strategy", "600 7 9", "600 7 9"),
+    ],
+    ids=["put off", "switched off", "changed", "disabled", "frozen", "too late"],
+)
+def test_collections_of_a_started_rank(
+    stand_in: Path, code: str, meanwhile: str, afterwards: str
+) -> None:
+    """They wait until Lightning is there; what the script decides about them counts."""
+    (stand_in / "pytorch_lightning" / "strategies.py").write_text(WATCHED_STAND_IN)
+    done = run(
+        f"""
+import gc, os
+gc.set_threshold(600, 7, 9)
+{code}
+enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
+import pytorch_lightning.strategies
+print("afterwards", *gc.get_threshold())
+assert "HVD_STRATEGY_STARTED_RANK" not in os.environ
+assert (gc.isenabled(), gc.get_freeze_count() > 0) == (enabled, frozen)
+""",
+        PYTHONPATH=str(stand_in),
+        HVD_STRATEGY_STARTED_RANK="1",
+    )
+    assert done.stdout.splitlines() == [f"meanwhile {meanwhile}", f"afterwards {afterwards}"]
+    assert done.stderr == ""
+
+
+def test_what_a_started_rank_imported_counts_as_old(stand_in: Path) -> None:
+    """It is not looked at by the first collection that comes."""
+    (stand_in / "pytorch_lightning" / "strategies.py").write_text(
+        f"{STAND_IN}\nmany = [[] for _ in range(100_000)]\n"
+    )
+    done = run(
+        """
+import gc, hvd_strategy, pytorch_lightning.strategies
+print(*(len(gc.get_objects(generation=age)) > 100_000 for age in range(3)))
+""",
+        PYTHONPATH=str(stand_in),
+        HVD_STRATEGY_STARTED_RANK="1",
+    )
+    assert done.stdout.split() == ["False", "False", "True"]
+
+
+def test_collections_come_back_when_lightning_cannot_be_imported(stand_in: Path) -> None:
+    (stand_in / "pytorch_lightning" / "strategies.py").write_text("raise ImportError\n")
+    done = run(
+        """
+import gc
+before = gc.get_threshold()
+import hvd_strategy
+assert gc.get_threshold() != before
+try:
+    import pytorch_lightning.strategies
+except ImportError:
+    print(gc.get_threshold() == before)
+""",
+        PYTHONPATH=str(stand_in),
+        HVD_STRATEGY_STARTED_RANK="1",
+    )
+    assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("environment", [{}, {"HVD_STRATEGY_AUTOREGISTER": "0"}])
+def test_collections_of_other_processes_are_left_alone(environment: dict[str, str]) -> None:
+    """Also where nothing would end it."""
+    if environment:
+        environment["HVD_STRATEGY_STARTED_RANK"] = "1"
+    done = run(
+        """
+import gc, os, sys
+before = gc.get_threshold()
+import hvd_strategy
+print(gc.get_threshold() == before, "hvd_strategy._rank_imports" in sys.modules)
+assert "HVD_STRATEGY_STARTED_RANK" not in os.environ
+""",
+        **environment,
+    )
+    assert done.stdout.split() == ["True", "False"]

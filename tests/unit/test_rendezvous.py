@@ -170,6 +170,18 @@ class TestAddress:
                     ("127.0.0.1", port), World(0, 2, 0, 2), timedelta(seconds=5), 0
                 )
 
+    def test_rank_0_serves_the_store_without_waiting(self) -> None:
+        """Who is missing is said by the roll call, which then looks at who has come."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        minute = timedelta(seconds=60)
+        store = rendezvous._store_at(("127.0.0.1", port), World(0, 2, 0, 2), minute, 0)
+        with pytest.raises(HvdTimeoutError, match="rank 0's wait for ranks 1 did not end"):
+            roll_call(store, 0, 2, {}, lambda _: None, timeout=0.1, warn_after=0, what="this test")
+        rank_1 = rendezvous._store_at(("127.0.0.1", port), World(1, 2, 1, 2), minute, 0)
+        assert b"rank 0's wait for ranks 1" in rank_1.get("list")
+
     def test_ranks_of_two_launches(self) -> None:
         first = {"boot": "1", "launch": "mpiexec 5", "pid": 1, "host": "a"}
         assert rendezvous._two_launches([first, {**first, "pid": 2}]) is None

@@ -397,14 +397,15 @@ TEST(gpu_absent_segments_are_zero_and_not_read) {
 }
 
 TEST(gpu_pack_takes_a_factor_from_the_device) {
-  const std::vector<uint64_t> counts = {50};
+  const std::vector<uint64_t> counts = {50, 4};
   const BucketTable table(counts, DType::f32, 0, 0);
   Gradients gradients(DType::f32, counts, kAligned);
   Random random(4);
   gradients.fill_all(random, true);
   for (const double on_device : {0.25, 0.0, kNan}) {
     Bucket bucket(DType::f32, table.elements);
-    const auto segments = segments_of(gradients, 3);
+    auto segments = segments_of(gradients, 3);
+    segments[1].memory = nullptr;
     auto arguments = pack_arguments(segments, table, bucket);
     arguments.factor = &on_device;
     launch(pack_kernel(DType::f32, DType::f32), arguments, 1);
@@ -412,6 +413,10 @@ TEST(gpu_pack_takes_a_factor_from_the_device) {
     convert(wanted.data(), DType::f32, gradients.at(0), DType::f32, 50, 3 * on_device);
     if (on_device == 0) wanted.assign(50, 0.0f);
     check_numbers("factor", bucket.data(), wanted.data(), DType::f32, 50);
+    // Whatever the factor is, nothing times it is nothing.
+    for (uint64_t i = 50; i < table.elements; ++i) {
+      CHECK_EQ(number_at(bucket.data(), DType::f32, i), 0.0);
+    }
   }
 }
 

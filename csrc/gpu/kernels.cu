@@ -14,9 +14,11 @@
 #include "gpu/kernel_arguments.h"
 #include "gpu/kernel_formats.h"
 
+// Room for four blocks on a multiprocessor of any architecture: 64 registers. NVRTC chooses to use
+// more for some of the kernels otherwise.
 #if !defined(HVD_KERNEL)
-#define HVD_KERNEL(name, Arguments)                                     \
-  extern "C" __global__ void __launch_bounds__(hvd::gpu::kBlockThreads) \
+#define HVD_KERNEL(name, Arguments)                                        \
+  extern "C" __global__ void __launch_bounds__(hvd::gpu::kBlockThreads, 4) \
       name(const Arguments arguments)
 #endif
 
@@ -50,9 +52,10 @@ __device__ inline unsigned in_unit(unsigned unit, unsigned count) {
   return count - first < kUnit ? count - first : kUnit;
 }
 
-// Units of 16-bit elements are short, so that two are fetched at a time.
-template <class Format>
-constexpr unsigned kUnitsAtOnce = Format::kSize == 2 ? 2 : 1;
+// Units of 16-bit elements are short, so that two are fetched at a time; but doubles fill the
+// registers anyway.
+template <class Format, class Number>
+constexpr unsigned kUnitsAtOnce = Format::kSize == 2 && sizeof(Number) == 4 ? 2 : 1;
 
 // ---- Sums over a block
 // ---------------------------------------------------------------------------
@@ -160,7 +163,7 @@ __device__ inline void write_trailer(const PackArguments& arguments) {
 template <class From, class To>
 __device__ inline void pack(const PackArguments& arguments) {
   using Number = CommonNumber<From, To>;
-  constexpr unsigned kAtOnce = kUnitsAtOnce<From>;
+  constexpr unsigned kAtOnce = kUnitsAtOnce<From, Number>;
   const double common = arguments.factor != nullptr ? *arguments.factor : 1.0;
   for (unsigned index = blockIdx.x; index < arguments.chunk_count; index += gridDim.x) {
     const Chunk chunk = arguments.chunks[index];
@@ -257,7 +260,7 @@ __device__ inline void read_trailer(const TrailerArguments& arguments) {
 template <class To, class From>
 __device__ inline void post(const PostArguments& arguments) {
   using Number = CommonNumber<From, To>;
-  constexpr unsigned kAtOnce = kUnitsAtOnce<From>;
+  constexpr unsigned kAtOnce = kUnitsAtOnce<From, Number>;
   __shared__ double sums[kBlockThreads];
   __shared__ unsigned flags[kBlockThreads];
   const double common = arguments.factor != nullptr ? *arguments.factor : 1.0;
@@ -317,7 +320,7 @@ __device__ inline void post(const PostArguments& arguments) {
 template <class Format>
 __device__ inline void rescale(const RescaleArguments& arguments) {
   using Number = typename Format::Number;
-  constexpr unsigned kAtOnce = kUnitsAtOnce<Format>;
+  constexpr unsigned kAtOnce = kUnitsAtOnce<Format, Number>;
   const double coefficient = *arguments.coefficient;
   if (coefficient >= 1) return;
   const Number factor = static_cast<Number>(coefficient);

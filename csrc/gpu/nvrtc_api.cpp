@@ -99,11 +99,11 @@ class LoadedNvrtc final : public NvrtcApi {
 
 }  // namespace
 
-std::unique_ptr<NvrtcApi> NvrtcApi::load(const LibraryRequest& request) {
+std::unique_ptr<NvrtcApi> open_nvrtc(const LibraryRequest& request) {
   return std::make_unique<LoadedNvrtc>(SharedLibrary::open(request));
 }
 
-LibraryRequest NvrtcApi::request(int cuda_major, std::vector<std::string> folders) {
+LibraryRequest nvrtc_library(int cuda_major, std::vector<std::string> folders) {
   LibraryRequest request;
   for (const int major : {13, 12}) {
     if (cuda_major == 0 || cuda_major == major) {

@@ -44,14 +44,6 @@ class NvrtcApi {
 
   virtual ~NvrtcApi() = default;
 
-  // Opens the library and looks up all functions. Throws Error naming the library's file, its
-  // version and what is needed. CUDA 11.2 is the first version that has them all.
-  [[nodiscard]] static std::unique_ptr<NvrtcApi> load(const LibraryRequest& request);
-
-  // What to open for a torch that is built for this major version of CUDA; 0: any. NVRTC has to be
-  // of the driver's major version or older, which torch's is.
-  [[nodiscard]] static LibraryRequest request(int cuda_major, std::vector<std::string> folders);
-
   // The library with its version and file, for messages.
   virtual std::string describe() const = 0;
 
@@ -70,5 +62,13 @@ class NvrtcApi {
   // Text that the driver compiles; ends with a zero byte, as the driver wants it.
   [[nodiscard]] virtual Result ptx(Program program, std::string* image) const = 0;
 };
+
+// Where NVRTC is looked for when torch is built for this major version of CUDA; 0: any. NVRTC may
+// not be newer than the driver's major version, and torch's is not.
+LibraryRequest nvrtc_library(int cuda_major, std::vector<std::string> folders);
+
+// Opens the library and looks all functions up. Throws Error if it is not there, or older than
+// CUDA 11.2.
+std::unique_ptr<NvrtcApi> open_nvrtc(const LibraryRequest& request);
 
 }  // namespace hvd

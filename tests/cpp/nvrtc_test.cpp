@@ -95,20 +95,20 @@ TEST(nvrtc_types_are_those_of_the_header) {
 }
 
 TEST(nvrtc_that_lacks_a_function_is_named) {
-  LibraryRequest request = NvrtcApi::request(12, {});
+  LibraryRequest request = nvrtc_library(12, {});
   request.file = std::string(HVD_FAKES_DIR) + "/first/libhvd_probe.so.1";
-  const std::string text = CHECK_THROWS(NvrtcApi::load(request), ErrorKind::error).what();
+  const std::string text = CHECK_THROWS(open_nvrtc(request), ErrorKind::error).what();
   CHECK(contains(text, "libhvd_probe.so.1"));
   CHECK(contains(text, "nvrtcVersion"));
   CHECK(contains(text, "CUDA 11.2"));
 }
 
 TEST(nvrtc_is_asked_for_by_the_cuda_version_of_torch) {
-  CHECK(NvrtcApi::request(13, {}).names == std::vector<std::string>{"libnvrtc.so.13"});
-  CHECK(NvrtcApi::request(12, {}).names == std::vector<std::string>{"libnvrtc.so.12"});
-  CHECK(NvrtcApi::request(11, {}).names == std::vector<std::string>{"libnvrtc.so.11.2"});
-  CHECK(NvrtcApi::request(14, {}).names == std::vector<std::string>{"libnvrtc.so.14"});
-  CHECK_EQ(NvrtcApi::request(0, {}).names.size(), size_t{3});
+  CHECK(nvrtc_library(13, {}).names == std::vector<std::string>{"libnvrtc.so.13"});
+  CHECK(nvrtc_library(12, {}).names == std::vector<std::string>{"libnvrtc.so.12"});
+  CHECK(nvrtc_library(11, {}).names == std::vector<std::string>{"libnvrtc.so.11.2"});
+  CHECK(nvrtc_library(14, {}).names == std::vector<std::string>{"libnvrtc.so.14"});
+  CHECK_EQ(nvrtc_library(0, {}).names.size(), size_t{3});
 }
 
 TEST(nvrtc_target_of_a_device) {
@@ -146,9 +146,19 @@ std::vector<std::string> nvrtc_libraries() {
 }
 
 std::unique_ptr<NvrtcApi> load(const std::string& library) {
-  LibraryRequest request = NvrtcApi::request(0, {});
+  LibraryRequest request = nvrtc_library(0, {});
   request.file = library;
-  return NvrtcApi::load(request);
+  return open_nvrtc(request);
+}
+
+// All but that sm_70 is old.
+std::string warnings_in(const std::string& log) {
+  std::string warnings;
+  std::stringstream lines(log);
+  for (std::string line; std::getline(lines, line);) {
+    if (contains(line, "warning") && !contains(line, "are deprecated")) warnings += line + "\n";
+  }
+  return warnings;
 }
 
 struct Usage {
@@ -191,7 +201,7 @@ int check_compiled(const NvrtcApi& nvrtc, int architecture) {
   std::string log, image, ptx;
   CHECK_EQ(nvrtc.program_log(program, &log), 0);
   if (result != 0) throw test::CheckFailure(__FILE__, __LINE__, target.name + ": " + log);
-  CHECK(!contains(log, "warning"));
+  CHECK_EQ(warnings_in(log), std::string());
   CHECK_EQ(nvrtc.cubin(program, &image), 0);
   CHECK_EQ(nvrtc.ptx(program, &ptx), 0);
   nvrtc.destroy_program(program);

@@ -197,8 +197,8 @@ TEST(gpu_pack_takes_a_factor_from_the_device) {
 
 TEST(gpu_squares_of_every_size) {
   // Sizes at which squares of floats overflow, underflow, or do neither, alone and mixed.
-  const double sizes[] = {0,     1e-45, 1e-38, 1e-30,  1e-20, 8.8e-16,
-                          1e-10, 1,     1e10,  1.2e18, 1e25,  3e38};
+  const double sizes[] = {0, 1e-45, 1e-38,  1e-30,  1e-20, 8.8e-16, 1e-10,
+                          1, 1e10,  1.2e18, 1.8e19, 1e25,  3e38};
   for (const double size : sizes) {
     for (const double other : sizes) {
       const std::vector<uint64_t> counts = {1000};

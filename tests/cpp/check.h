@@ -41,6 +41,12 @@ class CheckFailure : public std::runtime_error {
       : std::runtime_error(std::string(file) + ":" + std::to_string(line) + ": " + what) {}
 };
 
+// Thrown by a test that cannot run here; the text says what is missing.
+class Skipped : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 template <class Value, class = void>
 struct IsPrintable : std::false_type {};
 template <class Value>

@@ -102,13 +102,26 @@ std::vector<int> DeadlockWatch::find() const {
     return records[index];
   };
   if (rank_ >= size) return {};
-  std::vector<int> circle = find_circle(record_of, size, rank_, now_ns(), settled_ns_);
+  const uint64_t now = now_ns();
+  std::vector<int> circle = find_circle(record_of, size, rank_, now, settled_ns_);
   // All of these waits lasted from the last reading above to the first one below.
   for (const int rank : circle) {
     const auto index = static_cast<size_t>(rank);
     if (records_[index]->read().wait != records[index].wait) return {};
   }
-  return circle;
+  std::vector<int> found = circle;
+  for (int rank = 0; rank < size && !circle.empty(); ++rank) {
+    const WaitRecord& record = record_of(rank);
+    const bool told = std::any_of(found.begin(), found.end(), [&](int other) {
+      return record.channel == record_of(other).channel &&
+             record.operation == record_of(other).operation;
+    });
+    const bool doomed = std::any_of(circle.begin(), circle.end(), [&](int other) {
+      return waits_for(record, record_of(other), other, now, 0);
+    });
+    if (doomed && !told) found.push_back(rank);
+  }
+  return found;
 }
 
 std::vector<int> find_circle(const std::function<const WaitRecord&(int)>& record_of, int size,

@@ -46,7 +46,8 @@ class DeadlockWatch {
   void withdraw(uint64_t wait);
 
   // A circle of ranks that wait for each other, each for the next one, that this rank is in or
-  // waits for; empty when there is none.
+  // waits for; then one rank for each further place in which ranks wait for those. Empty when
+  // there is no circle.
   std::vector<int> find() const;
 
   // A rank that has not looked for so long is stopped, or has no processor: no part of a circle.

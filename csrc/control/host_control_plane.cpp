@@ -475,7 +475,7 @@ void HostControlPlane::throw_failure() {
 
 void HostControlPlane::throw_deadlock(const std::vector<int>& circle, const std::string& own) {
   std::vector<int> ranks = circle;
-  std::rotate(ranks.begin(), std::min_element(ranks.begin(), ranks.end()), ranks.end());
+  std::sort(ranks.begin(), ranks.end());
   std::string text = "the ranks wait for each other in different places, and none can go on: ";
   for (size_t i = 0; i < std::min(ranks.size(), kRanksInText); ++i) {
     const int rank = ranks[i];

@@ -1,5 +1,6 @@
 // Ranks that wait for each other: what is told of waits, what closes a circle, and what does not.
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <random>
@@ -241,6 +242,53 @@ TEST(three_ranks_in_a_circle) {
                        "rank 0; "));
       },
       settled_soon());
+}
+
+// Each of the first three waits for all others in a place of its own; the last is where the first
+// is.
+TEST(every_place_is_named_once) {
+  std::vector<SharedWaitRecord> memory(4);
+  std::vector<SharedWaitRecord*> records;
+  for (SharedWaitRecord& record : memory) records.push_back(&record);
+  std::vector<std::unique_ptr<DeadlockWatch>> ranks;
+  std::vector<uint64_t> waits(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    ranks.push_back(std::make_unique<DeadlockWatch>(records, rank, 0));
+  }
+  const auto look = [&](int rank) {
+    const auto index = static_cast<size_t>(rank);
+    const int place = rank % 3;
+    std::vector<int> missing;
+    for (int other = 0; other < 4; ++other) {
+      if (other % 3 != place) missing.push_back(other);
+    }
+    waits[index] =
+        ranks[index]->tell(waits[index], now_ns(), static_cast<uint64_t>(place), 7, missing);
+  };
+  for (int rank = 0; rank < 4; ++rank) look(rank);
+  // Rank 0 looked before the others were in their waits, so did 1 and 2: who knows where they are?
+  CHECK(ranks[0]->find().empty());
+  for (int rank = 0; rank < 4; ++rank) look(rank);
+  for (int rank = 0; rank < 4; ++rank) {
+    std::vector<int> found = ranks[static_cast<size_t>(rank)]->find();
+    std::sort(found.begin(), found.end());
+    CHECK_EQ(found.size(), 3u);
+    CHECK(found[0] == 0 ? found[1] == 1 : found[2] == 3 && found[0] == 1);
+  }
+  // Rank 1 goes on; the others still wait for each other.
+  ranks[1]->withdraw(waits[1]);
+  std::vector<int> found = ranks[0]->find();
+  CHECK_EQ(found.size(), 2u);
+  // It has begun another wait: who looked before then knows nothing of it.
+  waits[1] = 0;
+  look(1);
+  found = ranks[1]->find();
+  CHECK_EQ(found.size(), 3u);
+  ranks[2]->withdraw(waits[2]);
+  CHECK(ranks[0]->find().empty());
+  CHECK(ranks[1]->find().empty());
+  look(3);
+  CHECK_EQ(ranks[1]->find().size(), 2u);
 }
 
 TEST(two_reducers_in_another_order) {

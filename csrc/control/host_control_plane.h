@@ -78,7 +78,9 @@ class HostControlPlane final : public ControlPlane {
   void await_culprit();
 
   // What may wait begins with it, before it waits for another thread of this process.
-  void enter_wait() { deadlocks_->enter(); }
+  void enter_wait() {
+    if (usable()) deadlocks_->enter();
+  }
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
   void mark_seen();

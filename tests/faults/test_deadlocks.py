@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,13 +53,17 @@ def fit(folder: str, what: str) -> None:
     say("finished")
 
 
-@pytest.mark.parametrize("what", ["barrier", "reduce"])
-def test_what_one_rank_does_alone(server: ForkServer, tmp_path: object, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "named"), [("barrier", "barrier"), ("reduce", "allreduce (sum) of 1 x float32")]
+)
+def test_what_one_rank_does_alone(
+    server: ForkServer, tmp_path: Path, what: str, named: str
+) -> None:
     with server.start_function(fit, str(tmp_path), what) as ranks:
         assert ranks.wait() == [1, 1], ranks.report()
         for rank in range(2):
             error = ranks.wait_for(f"MismatchError: rank {rank} cannot go on: the ranks wait", rank)
             assert "rank 0 waits for the end of backward 2 on rank 1 (last seen " in error.text
             assert "layer.bias, layer.weight" in error.text
-            assert f"rank 1 waits for {what}, which has not been called by rank 0; " in error.text
+            assert f"rank 1 waits for {named}, which has not been called by rank 0; " in error.text
         assert "finished" not in ranks.output()

@@ -40,7 +40,7 @@ from hvd_strategy.arguments import require, require_kind
 from hvd_strategy.contribution import Contribution
 from hvd_strategy.errors import HvdError
 from hvd_strategy.gate import Gate, behind_closure, optimizers_of
-from hvd_strategy.module_watch import ModuleWatch
+from hvd_strategy.module_watch import ModuleWatch, module_behind
 from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
 from hvd_strategy.parameter_table import Named, ParameterTable
@@ -65,9 +65,10 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
     Every rank has to create its reducers in the same order. Keep a reference to the reducer (the
     optimizer keeps one too): gradients stay local once it is gone.
 
-    Parameters may be converted later (`module.double()`). With `module`, they may also be replaced:
-    by `load_state_dict(assign=True)`, by parametrizations, by other layers. Without it, replaced
-    parameters are found in the optimizers alone; give a new optimizer to `add_optimizer`.
+    Parameters may be converted later (`module.double()`). They may also be replaced, by
+    `load_state_dict(assign=True)`, by parametrizations, by other layers, if the module is known:
+    `module.named_parameters()` itself tells it, for a list of pairs give `module`. Without it,
+    replaced parameters are found in the optimizers alone; give a new optimizer to `add_optimizer`.
 
     Thread contract: one backward at a time; reducers of their own may run in several threads.
 
@@ -76,10 +77,11 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             included. Ranks are matched by name.
         optimizer: The optimizer or optimizers that step these parameters.
         session: The session to work in; by default the process's own, opened if need be.
-        module: The module the parameters belong to. Parameters that it gets later are reduced, too,
-            except those under names that it has now and that are not among `named_parameters`.
-        broadcast_parameters: Give all ranks the parameters of rank 0, and the buffers of `module`,
-            so that they start equal.
+        module: The module the parameters belong to, by default the one whose `named_parameters()`
+            are given. Parameters that it gets later are reduced, too, except those under names
+            that it has now and that are not among `named_parameters`.
+        broadcast_parameters: Give all ranks the parameters of rank 0, and the buffers of `module`
+            where that is given, so that they start equal.
         bucket_cap_mb: Size of a gradient bucket in MiB.
         timeout: Deadline of a reduction.
         sparse_as_dense: Turn sparse gradients into dense ones, which then go through the buckets;
@@ -120,6 +122,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         sparse_as_dense = resolve("sparse_as_dense", sparse_as_dense)
         gradient_average = resolve("gradient_average", gradient_average)
         optimizers = optimizers_of(optimizer)
+        watched = module_behind(named_parameters)
         named = unique(named_parameters)
         require(
             session is None or isinstance(session, Session),
@@ -143,7 +146,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         if self._session.closed:
             raise HvdError(f"{self._session} cannot be used: open a new one with open_session().")
         _replace_others(named)
-        self._module = module
+        self._module = watched = watched if module is None else module
         self._handles: list[Any] = []
         self._parameter_hooks: list[Any] = []  # handles, in the order of the parameters
         # Not left to __del__: where the collector finds us in a cycle, the handles' weak
@@ -198,8 +201,8 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
                 self._table.check_agreement(named)
                 self._table.add(named)
                 _reducers.add(self)
-                if module is not None:
-                    self._watch = ModuleWatch(module, self._table, self._handles)
+                if watched is not None:
+                    self._watch = ModuleWatch(watched, self._table, self._handles)
                 if broadcast_parameters:
                     buffers = {} if module is None else dict(module.named_buffers())
                     self._table.broadcast(named, buffers)

@@ -23,7 +23,8 @@ class MismatchError(HvdError):
     """Ranks ask for things that do not fit together.
 
     For example parameters of other names, shapes or dtypes, or collectives in another order.
-    Raised on every rank, with what each side wanted.
+    Raised on every rank, with what each side wanted. Ranks that wait for each other in different
+    places, and would for ever, are such a mismatch too; that one ends the session.
     """
 
 

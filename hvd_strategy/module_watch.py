@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
@@ -153,6 +154,28 @@ class ModuleWatch:
         return replaced, new
 
 
+def module_behind(named_parameters: object) -> nn.Module | None:
+    """The module whose `named_parameters()` this is, to be asked before anything is taken from it.
+
+    `nn.Module.named_parameters` is a generator function, and a generator that has not ended shows
+    the local variables of its function (`gi_frame`, see Python's `inspect`): `self` among them.
+    Should torch write it in another way, or a subclass its own, or somebody wrap it, nothing is
+    found here, and the reducer works without the module as it does for any list.
+
+    Returns:
+        None as well where only a part of the parameters is given, or other names than the module's.
+    """
+    if not isinstance(named_parameters, GeneratorType):
+        return None
+    code = getattr(nn.Module.named_parameters, "__code__", None)
+    if named_parameters.gi_code is not code or named_parameters.gi_frame is None:
+        return None
+    variables = named_parameters.gi_frame.f_locals
+    module = variables.get("self")
+    whole = variables.get("prefix") == "" and variables.get("recurse") is True
+    return module if whole and isinstance(module, nn.Module) else None
+
+
 _NOTHING = object()
 
 
@@ -177,4 +200,4 @@ def _is_trainable(parameter: Tensor) -> bool:
     return parameter.dtype in WIRE_NAMES and parameter.is_leaf
 
 
-__all__ = ["ModuleWatch"]
+__all__ = ["ModuleWatch", "module_behind"]

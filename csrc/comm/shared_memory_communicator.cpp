@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <new>
 
 #include "base/clock.h"
@@ -45,6 +46,7 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::shared_ptr<HostControlPl
                                                    uint64_t timeout_ns, const Interrupt* interrupt)
     : control_(std::move(control)),
       members_(std::move(members)),
+      key_((id << 1) | 1),
       rank_(static_cast<int>(std::find(members_.begin(), members_.end(), control_->rank()) -
                              members_.begin())),
       size_(static_cast<int>(members_.size())),
@@ -63,7 +65,7 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::shared_ptr<HostControlPl
                     std::to_string(settings.slot_bytes) + " bytes");
   }
   control_->check_usable();
-  memory_ = control_->share(members_, (id << 1) | 1,
+  memory_ = control_->share(members_, key_,
                             Staging::bytes_needed(size_, settings.slots, settings.slot_bytes),
                             timeout_ns, interrupt);
   staging_ = Staging(memory_->data(), size_, settings.slots, settings.slot_bytes);
@@ -170,7 +172,8 @@ void SharedMemoryCommunicator::withdraw(uint32_t slot) {
 std::vector<int> SharedMemoryCommunicator::missing(uint32_t slot, uint64_t step) const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; ++rank) {
-    if (staging_.record(slot, rank).ticket.load(std::memory_order_acquire) != step + 1) {
+    // Who has posted its next work there has posted this one.
+    if (staging_.record(slot, rank).ticket.load(std::memory_order_acquire) < step + 1) {
       ranks.push_back(rank);
     }
   }
@@ -273,6 +276,7 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
 // ---- waiting, the thread, the end ----
 
 void SharedMemoryCommunicator::run(const std::shared_ptr<Work>& work, Wait settings) {
+  control_->enter_wait();
   // Another thread of this rank may be inside a collective for long. Polled, because waits of the
   // standard library with a deadline are unknown to older ThreadSanitizers.
   std::unique_lock<std::mutex> in_order(in_order_mutex_, std::try_to_lock);
@@ -290,17 +294,25 @@ void SharedMemoryCommunicator::run(const std::shared_ptr<Work>& work, Wait setti
   const uint64_t number = in_order_count_++;
   const auto slot = static_cast<uint32_t>(kSlots + number % kInOrderSlots);
   post_record(slot, number, work);
+  const auto late = [&] {
+    std::vector<int> ranks = missing(slot, number);
+    for (int& rank : ranks) rank = members_[static_cast<size_t>(rank)];
+    return ranks;
+  };
   if (!settings.describe) {
-    settings.describe = [this, slot, number, &work] {
+    settings.describe = [&late, &work] {
       std::string text = work->name;
-      const std::vector<int> late = missing(slot, number);
-      for (size_t i = 0; i < late.size(); ++i) {
-        text += (i == 0 ? ", which has not been called by rank " : ", ") +
-                std::to_string(members_[static_cast<size_t>(late[i])]);
+      const char* before = ", which has not been called by rank ";
+      for (const int rank : late()) {
+        text += before + std::to_string(rank);
+        before = ", ";
       }
       return text;
     };
   }
+  settings.channel = key_;
+  settings.operation = number;
+  settings.missing = std::ref(late);
   const Helping helping(*this);
   try {
     control_->wait(

@@ -115,6 +115,7 @@ class SharedMemoryCommunicator final : public Communicator {
 
   std::shared_ptr<HostControlPlane> control_;
   std::vector<int> members_;
+  uint64_t key_;  // the same on all members, and nobody else's
   int rank_;
   int size_;
   uint64_t generation_;

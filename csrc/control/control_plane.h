@@ -34,6 +34,13 @@ struct Wait {
   const std::function<void()>* interrupt = nullptr;
   // What is being waited for, and whom: "gradient bucket 2 of step 7 (layer.weight, ...)".
   std::function<std::string()> describe;
+  // The same for machines, who find out by it that ranks wait for each other: an operation that
+  // all members come to between their waits (its channel's number, which is the same on all of
+  // them and no other channel's, and its own in that), and the session ranks that have not come
+  // there yet. Null: nobody looks.
+  uint64_t channel = 0;
+  uint64_t operation = 0;
+  std::function<std::vector<int>()> missing;
 };
 
 // Small records of one group of ranks, exchanged in rounds: every member gives one record per
@@ -43,6 +50,8 @@ struct Wait {
 class RecordChannel {
  public:
   virtual ~RecordChannel() = default;
+  // The same on all members, and no other channel's or communicator's.
+  virtual uint64_t key() const = 0;
   // Gives this rank's record of the next round. Never blocks. The round before must be complete.
   virtual void begin(std::string record) = 0;
   // Moves the round on; true once the records of all members are here.

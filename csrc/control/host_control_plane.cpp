@@ -36,6 +36,9 @@ constexpr uint64_t kNoSignsNs = 20'000'000u;
 constexpr uint64_t kLeastGraceNs = 1'000'000'000u;
 // A nap that takes longer than this beyond its time: the process itself was stopped.
 constexpr uint64_t kPauseNs = 1'000'000'000u;
+constexpr size_t kRanksInText = 5;  // that wait for each other
+// Stands for the making of a channel or communicator, among the operations of that.
+constexpr uint64_t kMaking = UINT64_MAX;
 constexpr size_t kSaidEntries = 512;
 constexpr size_t kSaidProbes = 32;
 
@@ -47,6 +50,7 @@ struct alignas(64) RankCell {
   std::atomic<uint64_t> last_seen_ns{0};
   SharedText activity;  // what the rank is about outside the engine
   SharedText wait;      // what it waits for inside; empty when it does not, or not for long
+  SharedWaitRecord wait_record;  // the same for machines
   // Written once by the owner of the cell, before first_failure points at it.
   int32_t culprit = 0;
   int32_t failure_kind = 0;
@@ -115,6 +119,9 @@ HostControlPlane::HostControlPlane(int rank, int size, Mesh mesh, const ControlS
   page_ = reinterpret_cast<ControlPage*>(memory_->data());
   bells_ = Bells(bells_of(page_, size), rank, size);
   stop_line_ = std::make_unique<StopLine>(&page_->stop_line);
+  std::vector<SharedWaitRecord*> records;
+  for (int i = 0; i < size; ++i) records.push_back(&page_->cells[i].wait_record);
+  deadlocks_ = std::make_unique<DeadlockWatch>(std::move(records), rank, settings.deadlock_ns);
   for (const pid_t pid : mesh_.pids) started_.push_back(read_process(pid).started);
   page_->magic.store(kPageMagic, std::memory_order_release);
   mark_seen();
@@ -161,10 +168,26 @@ std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& me
     memory->close_descriptor();
     return memory;
   }
+  if (deadlocks_) enter_wait();
+  Wait place;
+  place.describe = [] { return "a communicator or reducer to be made"; };
+  place.channel = key;
+  place.operation = kMaking;
+  place.missing = [maker] { return std::vector<int>{maker}; };
+  Waited waited;
+  waited.last_progress = now_ns();
+  struct Untell {
+    HostControlPlane& control;
+    Waited& waited;
+    ~Untell() {
+      if (waited.told) control.untell(&waited);
+    }
+  } const at_end{*this, waited};
   // Several threads may wait for memory of the same maker, which arrives in the maker's order:
   // whoever reads a piece that is not its own leaves it in the mailbox.
   const int socket = mesh_.sockets[static_cast<size_t>(maker)].get();
   for (;;) {
+    const uint64_t looked = now_ns();
     // Looked at before the socket: what it sent before it left is found there.
     const bool left = page_ != nullptr && has_left(maker);
     bool ended = false;
@@ -193,6 +216,7 @@ std::unique_ptr<SharedMemory> HostControlPlane::share(const std::vector<int>& me
                       "; every rank has to make its communicators and "
                       "reducers in the same order");
     }
+    if (deadlocks_ && looked - waited.last_progress >= kNapNs) tell(place, looked, &waited);
     // Without the lock, or the thread that polls here would keep the others from the mailbox.
     (void)wait_readable(socket, std::min(deadline, now_ns() + kNapNs));
     if (interrupt != nullptr && *interrupt) (*interrupt)();
@@ -333,6 +357,32 @@ void HostControlPlane::tell_wait(const std::string& text) {
   page_->cells[rank_].wait.write(text);
 }
 
+// Lets the others know of a wait in which nothing has moved for a while; `missing` is as it was at
+// looked_ns or later. Throws when this rank waits for ever.
+void HostControlPlane::tell(const Wait& settings, uint64_t looked_ns, Waited* waited) {
+  const auto what = [&] {
+    return settings.describe ? settings.describe() : std::string("the other ranks");
+  };
+  const uint64_t before = waited->number;
+  if (settings.missing) {
+    waited->number = deadlocks_->tell(before, looked_ns, settings.channel, settings.operation,
+                                      settings.missing());
+  }
+  // Again as well after a signal handler that had a wait of its own.
+  if (!waited->told || waited->number != before) tell_wait(what());
+  waited->told = true;
+  if (waited->number == 0 || looked_ns - waited->last_progress < settings_.deadlock_ns) return;
+  const std::vector<int> circle = deadlocks_->find();
+  if (!circle.empty()) throw_deadlock(circle, what());
+}
+
+void HostControlPlane::untell(Waited* waited) {
+  deadlocks_->withdraw(waited->number);
+  tell_wait("");
+  waited->number = 0;
+  waited->told = false;
+}
+
 void HostControlPlane::count_wait(const Waited& waited) {
   if (waited.last_progress == 0) return;
   waited_ns_.fetch_add(now_ns() - waited.last_progress, std::memory_order_relaxed);
@@ -421,6 +471,27 @@ void HostControlPlane::throw_failure() {
   failure_raised_.store(true, std::memory_order_relaxed);
   const Failure* known = failure();
   throw Error(known->kind, "rank " + std::to_string(rank_) + " cannot go on: " + known->text);
+}
+
+void HostControlPlane::throw_deadlock(const std::vector<int>& circle, const std::string& own) {
+  std::vector<int> ranks = circle;
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = "the ranks wait for each other in different places, and none can go on: ";
+  for (size_t i = 0; i < std::min(ranks.size(), kRanksInText); ++i) {
+    const int rank = ranks[i];
+    uint64_t since = 0;
+    const std::string wait = rank == rank_ ? own : page_->cells[rank].wait.read(&since);
+    text += "rank " + std::to_string(rank) + " waits for " +
+            (wait.empty() ? "another rank" : wait) + "; ";
+  }
+  if (ranks.size() > kRanksInText) {
+    text += "and so on for " + std::to_string(ranks.size() - kRanksInText) + " more; ";
+  }
+  post_failure(ErrorKind::mismatch,
+               text +
+                   "all ranks have to do the same things in the same order: look for code "
+                   "whose course depends on the rank or on local data");
+  throw_failure();
 }
 
 int HostControlPlane::first_left(const std::vector<int>& ranks) const {
@@ -520,6 +591,7 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
                             const std::vector<int>& needed) {
   check_usable();
   mark_seen();
+  enter_wait();
   Waited waited;
   // Whatever ends the wait, the others must not read on that it lasts.
   struct Untell {
@@ -527,18 +599,18 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
     Waited& waited;
     ~Untell() {
       control.count_wait(waited);
-      if (waited.told) control.tell_wait("");
+      if (waited.told) control.untell(&waited);
     }
-  } const untell{*this, waited};
+  } const at_end{*this, waited};
   bool slept = false;
   const auto moved = [&] {
     if (waited.warned) {
       print_line(rank_, "goes on after " + in_seconds(now_ns() - waited.last_progress));
     }
-    if (waited.told) tell_wait("");
+    if (waited.told) untell(&waited);
     count_wait(waited);
     waited.last_progress = waited.next_warning = 0;
-    waited.warned = waited.told = false;
+    waited.warned = false;
   };
   for (;;) {
     Step result = step();
@@ -598,9 +670,8 @@ void HostControlPlane::wait(const std::function<Step()>& step, const Wait& setti
       waited.started += woken - now;
       waited.last_progress += woken - now;
       waited.next_warning = 0;
-    } else if (!waited.told && woken - waited.last_progress >= kNapNs) {
-      tell_wait(settings.describe ? settings.describe() : "the other ranks");
-      waited.told = true;
+    } else if (woken - waited.last_progress >= kNapNs) {
+      tell(settings, now_ns(), &waited);
     }
     if (settings.interrupt != nullptr && *settings.interrupt) {
       try {

@@ -10,6 +10,7 @@
 #include "base/shared_memory.h"
 #include "control/bells.h"
 #include "control/control_plane.h"
+#include "control/deadlock_watch.h"
 #include "control/handshake.h"
 #include "control/stop_line.h"
 #include "control/watch.h"
@@ -22,6 +23,7 @@ struct ControlSettings {
   uint64_t first_stall_warning_ns = 600'000'000'000u;
   uint64_t stall_abort_ns = 1'800'000'000'000u;
   uint64_t abort_grace_ns = 30'000'000'000u;
+  uint64_t deadlock_ns = 2'000'000'000u;  // ranks wait for each other at least so long
 };
 
 struct ControlPage;
@@ -75,6 +77,10 @@ class HostControlPlane final : public ControlPlane {
   // told of it, but not for long.
   void await_culprit();
 
+  // What may wait begins with it, before it waits for another thread of this process.
+  void enter_wait() {
+    if (usable()) deadlocks_->enter();
+  }
   Bells& bells() { return bells_; }
   // Marks this rank as alive now.
   void mark_seen();
@@ -102,9 +108,13 @@ class HostControlPlane final : public ControlPlane {
     uint64_t next_warning = 0;
     bool warned = false;  // a line has been printed
     bool told = false;    // the others can read what is waited for
+    uint64_t number = 0;  // of the DeadlockWatch
   };
   void check_limits(const Wait& settings, const std::vector<int>& needed, Waited* waited);
   void tell_wait(const std::string& text);
+  void tell(const Wait& settings, uint64_t looked_ns, Waited* waited);
+  void untell(Waited* waited);
+  [[noreturn]] void throw_deadlock(const std::vector<int>& circle, const std::string& own);
   void count_wait(const Waited& waited);
   std::string report(const std::vector<int>& needed) const;
   void wake_stopped(const std::vector<int>& ranks) const;
@@ -119,6 +129,7 @@ class HostControlPlane final : public ControlPlane {
   ControlPage* page_ = nullptr;
   Bells bells_;
   std::unique_ptr<StopLine> stop_line_;
+  std::unique_ptr<DeadlockWatch> deadlocks_;
   std::vector<uint64_t> started_;  // by rank: when its process started, see ProcessState
   std::mutex texts_mutex_;         // of the texts in this rank's cell: one writer at a time
   std::atomic<uint32_t> spin_ns_;

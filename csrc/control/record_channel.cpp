@@ -18,13 +18,15 @@ static_assert(sizeof(Fragment) == 4096, "a fragment fills a page");
 
 class PageChannel final : public RecordChannel {
  public:
-  PageChannel(HostControlPlane& control, std::vector<int> members,
+  PageChannel(HostControlPlane& control, std::vector<int> members, uint64_t key,
               std::unique_ptr<SharedMemory> memory)
-      : control_(control), members_(std::move(members)), memory_(std::move(memory)) {
+      : control_(control), members_(std::move(members)), key_(key), memory_(std::move(memory)) {
     own_ = static_cast<size_t>(std::find(members_.begin(), members_.end(), control_.rank()) -
                                members_.begin());
     records_.resize(members_.size());
   }
+
+  uint64_t key() const override { return key_; }
 
   void begin(std::string record) override {
     control_.check_usable();
@@ -90,6 +92,7 @@ class PageChannel final : public RecordChannel {
 
   HostControlPlane& control_;
   std::vector<int> members_;
+  uint64_t key_;
   std::unique_ptr<SharedMemory> memory_;
   size_t own_ = 0;
   uint64_t next_ = 0;  // number of the fragment that is being exchanged
@@ -108,7 +111,7 @@ std::unique_ptr<RecordChannel> open_page_channel(HostControlPlane& control,
   const uint64_t key = id | (uint64_t{1} << 63);
   auto memory =
       control.share(members, key, sizeof(Fragment) * 2 * members.size(), timeout_ns, interrupt);
-  return std::make_unique<PageChannel>(control, members, std::move(memory));
+  return std::make_unique<PageChannel>(control, members, key, std::move(memory));
 }
 
 }  // namespace hvd

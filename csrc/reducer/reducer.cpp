@@ -1,6 +1,7 @@
 #include "reducer/reducer.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "base/clock.h"
 
@@ -175,7 +176,13 @@ std::string Reducer::describe_records() const {
     }
     late.push_back(bucket.name);
   }
-  return late.empty() ? text : text + ", not there yet: " + join(late);
+  if (!late.empty()) return text + ", not there yet: " + join(late);
+  // Which reducer's it is, the parameters tell.
+  for (const uint32_t index : taken_) {
+    late.push_back(late.size() == 3 ? "..." : parameters_[index].parameter.name);
+    if (late.size() > 3) break;
+  }
+  return late.empty() ? text : text + ", with gradients of " + join(late);
 }
 
 std::string Reducer::describe_work() const {
@@ -195,12 +202,30 @@ std::string Reducer::describe_work() const {
   return "backward " + std::to_string(round_) + ": " + join(parts);
 }
 
+// Members that have not posted what this rank has; what all have posted gets done.
+std::vector<int> Reducer::missing_work() const {
+  std::vector<int> members;
+  const auto look = [&](const std::vector<Bucket>& buckets, uint32_t first_slot) {
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      const Bucket& bucket = buckets[i];
+      if (!bucket.work || bucket.work->finished.load(std::memory_order_acquire)) continue;
+      const auto late =
+          communicator_->missing(first_slot + static_cast<uint32_t>(i), bucket.work->step);
+      members.insert(members.end(), late.begin(), late.end());
+    }
+  };
+  look(buckets_, 0);
+  look(extra_buckets_, kBucketSlots);
+  return members;
+}
+
 // Waits for the records of all ranks, of a round that this rank has begun.
 void Reducer::collect_records(const Wait& settings) {
   Wait wait = settings;
   wait.describe = [this] { return describe_records(); };
   or_abandon([&] {
-    wait_for([this] { return channel_->poll() ? Step::done : communicator_->drive(); }, wait);
+    wait_for([this] { return channel_->poll() ? Step::done : communicator_->drive(); },
+             std::move(wait), [this] { return channel_->missing(); });
     records_.clear();
     for (const std::string& bytes : channel_->records()) {
       records_.push_back(FlushRecord::decode(bytes));
@@ -208,7 +233,17 @@ void Reducer::collect_records(const Wait& settings) {
   });
 }
 
-void Reducer::wait_for(const std::function<Step()>& step, const Wait& wait) {
+// missing: the members, as indices, that have not come to this place of the round.
+void Reducer::wait_for(const std::function<Step()>& step, Wait wait,
+                       const std::function<std::vector<int>()>& missing) {
+  const auto ranks_missing = [&] {
+    std::vector<int> ranks = missing();
+    for (int& rank : ranks) rank = communicator_->members()[static_cast<size_t>(rank)];
+    return ranks;
+  };
+  wait.channel = channel_->key();
+  wait.operation = round_;
+  wait.missing = std::ref(ranks_missing);
   const Communicator::Helping helping(*communicator_);
   communicator_->control().wait(step, wait, communicator_->members());
 }
@@ -469,8 +504,10 @@ void Reducer::wait_for_work(const Wait& settings) {
     }
     return true;
   };
-  or_abandon(
-      [&] { wait_for([&] { return all_done() ? Step::done : communicator_->drive(); }, wait); });
+  or_abandon([&] {
+    wait_for([&] { return all_done() ? Step::done : communicator_->drive(); }, std::move(wait),
+             [this] { return missing_work(); });
+  });
 }
 
 // After records that end the round: what all ranks posted runs to its end, because some may have

@@ -142,7 +142,8 @@ class Reducer {
   Bucket make_bucket(std::vector<uint32_t> parameters, const std::string& title) const;
   void post(uint32_t slot, Bucket& bucket);
   void collect_records(const Wait& wait);
-  void wait_for(const std::function<Step()>& step, const Wait& wait);
+  void wait_for(const std::function<Step()>& step, Wait wait,
+                const std::function<std::vector<int>()>& missing);
   void or_abandon(const std::function<void()>& body);
   void give_up();
   FlushRecord own_record(const Request& request) const;
@@ -153,6 +154,7 @@ class Reducer {
   void wait_for_work(const Wait& wait);
   std::string describe_records() const;
   std::string describe_work() const;
+  std::vector<int> missing_work() const;
   std::string seen(const std::vector<int>& members) const;
   void check_usable() const;
   void check_records(const FlushRecord& own) const;

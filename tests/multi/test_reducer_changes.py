@@ -203,10 +203,13 @@ def test_branch_converted_on_a_rank_that_does_not_use_it(ranks: Ranks) -> None:
 
 
 def loaded(side: Side, dtype: torch.dtype, told: bool) -> State:
-    """`load_state_dict(assign=True)`, and an optimizer that the reducer knows or does not know."""
+    """`load_state_dict(assign=True)`, and an optimizer that the reducer knows or does not know.
+
+    Where it does not, it was not told of the module either: `model.named_parameters()` tells it.
+    """
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    side.reduce(model, optimizer, module=model)
+    side.reduce(model, optimizer, module=model if told else None)
     used = torch.float32
     for step in range(6):
         if step in (2, 4):
@@ -374,9 +377,9 @@ def from_other_values(how: str) -> None:
     torch.manual_seed(0)
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    reducer = GradientReducer(
-        model.named_parameters(), optimizer, module=model if how == "module" else None
-    )
+    named = list(model.named_parameters()) if how == "optimizer" else model.named_parameters()
+    module = model if how == "module" else None
+    reducer = GradientReducer(named, optimizer, module=module)
     square_error(model, 0, session.rank).backward()
     optimizer.step()
     torch.manual_seed(session.rank)
@@ -395,7 +398,7 @@ def from_other_values(how: str) -> None:
     reducer.close()
 
 
-@pytest.mark.parametrize("how", ["module", "optimizer"])
+@pytest.mark.parametrize("how", ["module", "generator", "optimizer"])
 def test_additions_start_from_rank_zeros_values(ranks: Ranks, how: str) -> None:
     ranks(from_other_values, how)
 

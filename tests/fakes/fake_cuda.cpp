@@ -8,6 +8,7 @@
 // faults.h for failures, fake_cuda.h for kernels.
 //
 // Nothing is ever torn down: its threads may run while the process exits.
+
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -531,14 +532,15 @@ EXPORTED CudaResult cuModuleLoadData(CudaModule* module, const void* image) {
   if (call.failed()) return call.result;
   if (image == nullptr) return CudaResult::invalid_value;
   const auto* table = static_cast<const HvdFakeModule*>(image);
-  if (std::memcmp(image, HVD_FAKE_MODULE_MAGIC, sizeof(HVD_FAKE_MODULE_MAGIC)) != 0) {
+  if (std::strncmp(static_cast<const char*>(image), HVD_FAKE_MODULE_MAGIC,
+                   sizeof(HVD_FAKE_MODULE_MAGIC)) != 0) {
     // A program for a GPU is an ELF file or text that begins like PTX.
     const auto* text = static_cast<const char*>(image);
-    const bool program = std::memcmp(text,
-                                     "\x7f"
-                                     "ELF",
-                                     4) == 0 ||
-                         std::memcmp(text, "//", 2) == 0 || std::memcmp(text, ".version", 8) == 0;
+    const bool program = std::strncmp(text,
+                                      "\x7f"
+                                      "ELF",
+                                      4) == 0 ||
+                         std::strncmp(text, "//", 2) == 0 || std::strncmp(text, ".version", 8) == 0;
     table = program ? registered_kernels() : nullptr;
   }
   if (table == nullptr) return CudaResult::invalid_image;

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -38,7 +39,19 @@ int run(const std::string& fakes, const std::string& hex, int rank, int ranks, i
   hvd::CudaStream stream = nullptr;
   driver->check(driver->stream_create(&stream, hvd::kCudaStreamNonBlocking, 0), "cuStreamCreate");
 
+  const size_t count = 50'000;  // more than one exchange
+  std::vector<float> sums(count);
+  std::vector<int> all(static_cast<size_t>(ranks));
+  int from_left = -1;
   hvd::NcclComm comm = nullptr;
+  // On the way out of a failure: what runs must not outlive the memory that it works on.
+  struct Abort {
+    hvd::NcclApi& nccl;
+    hvd::NcclComm& comm;
+    ~Abort() {
+      if (comm != nullptr) static_cast<void>(nccl.comm_abort(comm));
+    }
+  } const abort{*nccl, comm};
   hvd::NcclConfig config;
   nccl->check(nccl->comm_init_rank_config(&comm, ranks, id, rank, &config), nullptr, "init");
   const auto settle = [&] {
@@ -58,8 +71,6 @@ int run(const std::string& fakes, const std::string& hex, int rank, int ranks, i
       std::this_thread::yield();
     }
   };
-  const size_t count = 50'000;  // more than one exchange
-  std::vector<float> sums(count);
   for (int step = 0; step < 3; ++step) {
     for (size_t i = 0; i < count; ++i) {
       sums[i] = static_cast<float>(rank) + static_cast<float>(i % 100);
@@ -73,14 +84,12 @@ int run(const std::string& fakes, const std::string& hex, int rank, int ranks, i
       if (sums[i] != ranks_sum + static_cast<float>(ranks) * static_cast<float>(i % 100)) return 1;
     }
   }
-  std::vector<int> all(static_cast<size_t>(ranks));
   nccl->check(nccl->all_gather(&rank, all.data(), 1, hvd::NcclDataType::int32, comm, stream), comm,
               "ncclAllGather");
   wait();
   for (int peer = 0; peer < ranks; ++peer) {
     if (all[static_cast<size_t>(peer)] != peer) return 1;
   }
-  int from_left = -1;
   nccl->check(nccl->group_start(), comm, "ncclGroupStart");
   nccl->check(nccl->send(&rank, 1, hvd::NcclDataType::int32, (rank + 1) % ranks, comm, stream),
               comm, "ncclSend");
@@ -92,7 +101,7 @@ int run(const std::string& fakes, const std::string& hex, int rank, int ranks, i
   if (from_left != (rank + ranks - 1) % ranks) return 1;
   nccl->check(nccl->comm_finalize(comm), comm, "ncclCommFinalize");
   settle();
-  nccl->check(nccl->comm_destroy(comm), comm, "ncclCommDestroy");
+  nccl->check(nccl->comm_destroy(std::exchange(comm, nullptr)), nullptr, "ncclCommDestroy");
   driver->check(driver->stream_destroy(stream), "cuStreamDestroy");
   return 0;
 }

@@ -30,7 +30,7 @@ BUILT := $(STAMPS)/.hvd-built
 
 BUILD_REQUIRES = $(shell sed -n \
   '/^requires = / { s/.*\[//; s/\].*//; s/", "/" "/g; p }' pyproject.toml)
-CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP_FILES = $(shell find csrc tests/cpp tests/fakes tests/headers -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Quick ones first. One pytest run, so that its last line speaks for all of them.
 TEST_FOLDERS = $(wildcard tests/unit tests/multi tests/launch tests/faults tests/acceptance)
 BENCHMARKS := allreduce hooks step memory startup checkpoint compile amp

@@ -106,3 +106,38 @@ def _compile_changed(
     assert ours in text
     (tmp_path / "gpu" / file).write_text(text.replace(ours, changed))
     return _compile(check, include, sources=tmp_path)
+
+
+def _nccl_libraries() -> list[Path]:
+    """The library that lies beside each header, as in the wheels, where there is one."""
+    folders = [include.parent / "lib" for include in NCCL]
+    return [folder for folder in folders if (folder / "libnccl.so.2").is_file()]
+
+
+@pytest.mark.skipif(
+    not _nccl_libraries(), reason="no libnccl.so.2: install nvidia-nccl-cu12 or nvidia-nccl-cu13"
+)
+@pytest.mark.parametrize("folder", _nccl_libraries(), ids=str)
+def test_the_real_nccl_answers_through_our_table_without_a_gpu(
+    tmp_path: Path, folder: Path
+) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    program = tmp_path / "real_nccl"
+    sources = [HEADERS / "real_nccl.cpp", ROOT / "csrc/gpu/nccl_api.cpp"]
+    sources.append(ROOT / "csrc/gpu/shared_library.cpp")
+    command = [compiler, "-std=c++17", f"-I{ROOT / 'csrc'}", *map(str, sources), "-ldl"]
+    subprocess.run([*command, "-o", str(program)], check=True, timeout=120)
+    done = subprocess.run(
+        [program, folder], capture_output=True, text=True, timeout=120, check=True
+    )
+    library, features, ids = done.stdout.splitlines()
+    version = int(features.split()[1])
+    text = f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+    assert library == f"libnccl.so.2, version {text} ({folder / 'libnccl.so.2'})"
+    since = {"split": 21800, "memory": 21900, "shrink": 22700, "window": 22700}
+    since |= {"revoke": 22807, "grow": 22902}
+    expected = [f"{name} {int(version >= first)}" for name, first in since.items()]
+    assert features == f"version {version} " + " ".join(expected)
+    assert ids == "ids differ 1"

@@ -96,9 +96,9 @@ TEST(nvrtc_types_are_those_of_the_header) {
 
 TEST(nvrtc_that_lacks_a_function_is_named) {
   LibraryRequest request = nvrtc_library(12, {});
-  request.file = std::string(HVD_FAKES_DIR) + "/first/libhvd_probe.so.1";
+  request.file = std::string(HVD_FAKES_DIR) + "/third/libhvd_third_probe.so.1";
   const std::string text = CHECK_THROWS(open_nvrtc(request), ErrorKind::error).what();
-  CHECK(contains(text, "libhvd_probe.so.1"));
+  CHECK(contains(text, "libhvd_third_probe.so.1"));
   CHECK(contains(text, "nvrtcVersion"));
   CHECK(contains(text, "CUDA 11.2"));
 }

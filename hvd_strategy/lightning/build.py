@@ -63,6 +63,12 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).
+            wire_dtype: type in which gradients of fp32 and fp64 travel between the ranks: "fp16",
+                "bf16", or a schedule by optimizer step (the Trainer's global_step) such as
+                {0: null, 1000: bf16}, which is full precision first and 16 bit later (None: as
+                they are). Gradients and their means keep their own type.
+            sum_dtype: type in which gradients are added up: "fp32" or "fp64" (None: fp64 for
+                gradients of fp64, fp32 for others).
             consistency_check_every_n_steps: every so many optimizer steps the ranks compare their
                 parameters, buffers and optimizer state (0: never).
             on_divergence: what happens when they differ: "error" (the default), or "repair", which
@@ -99,6 +105,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             abort_grace_seconds: float | None = None,
             process_group_backend: str | None = None,
             sparse_as_dense: bool | None = None,
+            wire_dtype: dict[int, str | None] | str | None = None,
+            sum_dtype: Literal["none", "fp32", "fp64"] | None = None,
             consistency_check_every_n_steps: int | None = None,
             on_divergence: Literal["error", "repair"] | None = None,
             rank_seeds: bool | None = None,
@@ -143,6 +151,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 abort_grace_seconds=abort_grace_seconds,
                 process_group_backend=process_group_backend,
                 sparse_as_dense=sparse_as_dense,
+                wire_dtype=wire_dtype,
+                sum_dtype=sum_dtype,
                 consistency_check_every_n_steps=consistency_check_every_n_steps,
                 on_divergence=on_divergence,
                 rank_seeds=rank_seeds,

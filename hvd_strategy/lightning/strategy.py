@@ -83,8 +83,8 @@ class DataParallelStrategy(CollectiveStrategy):
         if ddp_comm_hook is not None:
             raise ValueError(
                 "ddp_comm_hook is not accepted: hooks of DistributedDataParallel work on its own "
-                "buckets. Compressed gradients will be the argument wire_dtype, which this version "
-                "does not have yet; leave ddp_comm_hook out."
+                "buckets. Leave it out; to send gradients in 16 bits, as bf16_compress_hook and "
+                "fp16_compress_hook do, use wire_dtype='bf16' or wire_dtype='fp16'."
             )
         set_level()
         for name, value in not_needed.items():
@@ -303,9 +303,13 @@ class DataParallelStrategy(CollectiveStrategy):
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
                 sparse_as_dense=self._options["sparse_as_dense"],
+                wire_dtype=self._options["wire_dtype"],
+                sum_dtype=self._options["sum_dtype"],
+                full_precision=[vote for _, vote in self._votes.named_parameters()],
                 gradient_average="ranks",
                 gradient_norms=self._after_backward.wants_norms,
             )
+            self._reducer.set_step(lambda: trainer.global_step)
             self._after_backward.attach(self._reducer)
             if self._options["rank_seeds"]:
                 seed_by_rank(self._session, trainer.global_step)

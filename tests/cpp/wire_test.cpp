@@ -213,7 +213,7 @@ TEST(sums_of_the_wire_are_the_same_on_every_instruction_set) {
           CHECK(std::fabs(static_cast<double>(products.sum_of_squares - squares)) <=
                 1e-12 * static_cast<double>(squares));
         }
-        if (twice) CHECK_EQ(std::memcmp(out.data(), second.data(), out.size()), 0);
+        if (twice && count != 0) CHECK_EQ(std::memcmp(out.data(), second.data(), out.size()), 0);
         if (isa == Isa::portable) {
           first = out;
           first_products = products;
@@ -292,6 +292,14 @@ void check_mean(const Pair& pair, int ranks, const std::vector<uint64_t>& counts
   for (int rank = 0; rank < ranks; ++rank) {
     values.push_back(ordinary(pair.type, rank, total, total));
   }
+  std::vector<double> expected(total);
+  std::vector<double> column(values.size());
+  for (uint64_t i = 0; i < total; ++i) {
+    for (size_t rank = 0; rank < values.size(); ++rank) column[rank] = values[rank][i];
+    // A world of one has no wire.
+    expected[i] =
+        ranks == 1 ? column[0] : mean_by_wire(pair, column, in_f64 || pair.type == DType::f64);
+  }
   with_sessions(ranks, [&](Session& session) {
     auto communicator = open_communicator(session, settings);
     const size_t width = size_of(pair.type);
@@ -310,19 +318,13 @@ void check_mean(const Pair& pair, int ranks, const std::vector<uint64_t>& counts
       for (size_t segment = 0; segment < counts.size(); ++segment) {
         long double squares = 0;
         for (uint64_t i = start; i < start + counts[segment]; ++i) {
-          std::vector<double> column;
-          for (const auto& of_rank : values) column.push_back(of_rank[i]);
-          const double result = read_element(pair.type, memory.data() + i * width);
-          // A world of one has no wire.
-          const double expected =
-              ranks == 1 ? column[0]
-                         : mean_by_wire(pair, column, in_f64 || pair.type == DType::f64);
-          CHECK_EQ(result, expected);
-          squares += static_cast<long double>(result) * result;
+          CHECK_EQ(read_element(pair.type, memory.data() + i * width), expected[i]);
+          squares += static_cast<long double>(expected[i]) * expected[i];
         }
         start += counts[segment];
-        CHECK(work->by_products[segment].finite);
-        CHECK(std::fabs(static_cast<double>(work->by_products[segment].sum_of_squares - squares)) <=
+        const ByProducts& products = work->by_products[segment];
+        CHECK(products.finite);
+        CHECK(std::fabs(static_cast<double>(products.sum_of_squares - squares)) <=
               1e-12 * static_cast<double>(squares));
       }
     }
@@ -334,7 +336,7 @@ void check_mean(const Pair& pair, int ranks, const std::vector<uint64_t>& counts
 TEST(means_by_wire_of_every_size_and_number_of_ranks) {
   for (const Pair& pair : kPairs) {
     for (const int ranks : {1, 2, 3, 4, 5}) {
-      for (const uint64_t count : {0u, 1u, 5u, 1000u, 4097u, 20011u}) {
+      for (const uint64_t count : {0u, 1u, 5u, 1000u, 8191u}) {
         check_mean(pair, ranks, {count}, count % 2 == 1, tiny());
       }
       check_mean(pair, ranks, {7, 0, 3000, 1, 1, 900, 64, 2500}, false, tiny());
@@ -343,9 +345,9 @@ TEST(means_by_wire_of_every_size_and_number_of_ranks) {
 }
 
 TEST(means_by_wire_with_default_slots) {
-  check_mean(kPairs[0], 2, {1 << 16, 5, (1 << 17) + 3}, false, StagingSettings{});
-  check_mean(kPairs[1], 3, {(1 << 17) + 17, 40000}, false, StagingSettings{});
-  check_mean(kPairs[2], 2, {100003}, false, StagingSettings{});
+  check_mean(kPairs[0], 2, {40000, 5, 60000}, false, StagingSettings{});
+  check_mean(kPairs[1], 3, {50001, 40000}, false, StagingSettings{});
+  check_mean(kPairs[2], 2, {50003}, false, StagingSettings{});
 }
 
 // Random values of every kind, in pieces of random sizes; some ranks lack some of them, some are

@@ -56,13 +56,14 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::shared_ptr<HostControlPl
       redundant_bytes_(
           std::min<uint64_t>(settings.slot_bytes, (64u << 10) / static_cast<uint64_t>(size_))),
       pending_(kAllSlots) {
-  if (settings.slots < 2 || settings.slots > kMostRingSlots || settings.slot_bytes < 4096 ||
+  const uint64_t least = std::max<uint64_t>(4096, WireLayout::least_slot_bytes(size_));
+  if (settings.slots < 2 || settings.slots > kMostRingSlots || settings.slot_bytes < least ||
       settings.slot_bytes % 64 != 0) {
     throw Error(ErrorKind::bad_argument,
                 "the staging ring takes 2 to " + std::to_string(kMostRingSlots) +
-                    " slots of at least 4096 bytes, a multiple of 64; got " +
-                    std::to_string(settings.slots) + " slots of " +
-                    std::to_string(settings.slot_bytes) + " bytes");
+                    " slots of at least " + std::to_string(least) +
+                    " bytes, a multiple of 64; got " + std::to_string(settings.slots) +
+                    " slots of " + std::to_string(settings.slot_bytes) + " bytes");
   }
   control_->check_usable();
   memory_ = control_->share(members_, (id << 1) | 1,

@@ -16,7 +16,8 @@ struct WireLayout {
   // Few enough to stay in the first cache between the look at them and their conversion.
   static constexpr uint64_t kBlock = 8192;  // elements
 
-  // For chunks as large as the slot allows.
+  // For chunks as large as the slot allows, which has to have so many bytes.
+  static uint64_t least_slot_bytes(int ranks) { return 1024 + 8 * static_cast<uint64_t>(ranks); }
   WireLayout(DType wire, DType result, int ranks, uint64_t slot_bytes);
 
   DType type;

@@ -5,6 +5,7 @@
 #include "kernels/hash_body.h"
 #include "kernels/kernel_table.h"
 #include "kernels/vector.h"
+#include "kernels/wire_body.h"
 
 namespace hvd {
 namespace {
@@ -495,65 +496,6 @@ void convert_kernel(void* dst, const void* src, size_t count, double factor) {
 
 // ---- The wire: 16 bits between ranks ---------------------------------------------------------
 
-// The largest magnitude of the finite values among `count`, 0 where there is none.
-double largest_of_floats(const void* src, size_t count) {
-  const char* from = static_cast<const char*>(src);
-  const Words infinity = spread(0x7f800000u);
-  Words largest{};
-  const auto look = [&](Words bits) {
-    const Words magnitude = bits & 0x7fffffffu;
-    const Words finite = magnitude & less(magnitude, infinity);
-    largest = select(less(largest, finite), finite, largest);
-  };
-  size_t index = 0;
-  for (; index + kLanes <= count; index += kLanes) look(load<Words>(from + index * 4));
-  if (index < count) {
-    char tail[kVectorBytes] = {};
-    __builtin_memcpy(tail, from + index * 4, (count - index) * 4);
-    look(load<Words>(tail));
-  }
-  uint32_t lanes[kLanes];
-  __builtin_memcpy(lanes, &largest, sizeof(lanes));
-  uint32_t best = 0;
-  for (int lane = 0; lane < kLanes; ++lane) best = lanes[lane] > best ? lanes[lane] : best;
-  float result;
-  __builtin_memcpy(&result, &best, sizeof(result));
-  return result;
-}
-
-double largest_of_doubles(const void* src, size_t count) {
-  const char* from = static_cast<const char*>(src);
-  HalfDoubles largest{};
-  const auto look = [&](LongWords bits) {
-    const HalfDoubles magnitude = (HalfDoubles)(bits & 0x7fffffffffffffffull);
-    // False for infinities and NaN; zero for those.
-    const LongWords finite = (LongWords)(magnitude <= __DBL_MAX__);
-    largest = larger(largest, (HalfDoubles)((LongWords)magnitude & finite));
-  };
-  constexpr int kWide = kVectorBytes / 8;
-  size_t index = 0;
-  for (; index + kWide <= count; index += kWide) look(load<LongWords>(from + index * 8));
-  if (index < count) {
-    char tail[kVectorBytes] = {};
-    __builtin_memcpy(tail, from + index * 8, (count - index) * 8);
-    look(load<LongWords>(tail));
-  }
-  double lanes[kWide];
-  __builtin_memcpy(lanes, &largest, sizeof(lanes));
-  double best = 0;
-  for (int lane = 0; lane < kWide; ++lane) best = lanes[lane] > best ? lanes[lane] : best;
-  return best;
-}
-
-// Between float and bfloat16, which have the same range: finite values stay finite.
-struct FiniteBFloat16 : BFloat16 {
-  static HVD_INLINE Floats write(char* to, Floats x) {
-    const Shorts rounded = to_finite_bfloat(x);
-    store(to, rounded);
-    return from_bfloat(rounded);
-  }
-};
-
 template <class Wire>
 constexpr void fill_wire(KernelTable* table, int row) {
   table->sum_of_wire[row][0] = reduce_floating<Wire, InFloat, Sum, Float32>;
@@ -601,7 +543,7 @@ constexpr KernelTable make_table() {
   table.reduce[row][0] = table.reduce[row][2];
   table.largest[static_cast<int>(DType::f32)] = largest_of_floats;
   table.largest[static_cast<int>(DType::f64)] = largest_of_doubles;
-  table.to_finite_bf16 = convert_kernel<Float32, FiniteBFloat16>;
+  table.to_finite_bf16 = to_finite_bfloat_kernel;
   fill_wire<Float16>(&table, 0);
   fill_wire<BFloat16>(&table, 1);
   table.hash = hash_kernel;

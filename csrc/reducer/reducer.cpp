@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "kernels/wire.h"
 
 namespace hvd {
 namespace {
@@ -153,7 +154,7 @@ void Reducer::post(uint32_t slot, Bucket& bucket) {
   work->accumulate_f64 = settings_.sum_in_f64;
   work->step = round_;
   work->name = bucket.name;
-  if (wire_ && !bucket.exact) {
+  if (wire_ && !bucket.exact && has_wire_form(bucket.layout->dtype)) {
     work->wire = wire_;
     work->name = std::string("(sent as ") + name_of(*wire_) + ") " + bucket.name;
   }

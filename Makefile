@@ -33,7 +33,7 @@ BUILD_REQUIRES = $(shell sed -n \
 CPP_FILES = $(shell find csrc tests/cpp tests/fakes tests/headers -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Quick ones first. One pytest run, so that its last line speaks for all of them.
 TEST_FOLDERS = $(wildcard tests/unit tests/multi tests/launch tests/faults tests/acceptance)
-BENCHMARKS := allreduce hooks step memory startup checkpoint compile amp
+BENCHMARKS := allreduce hooks step memory startup checkpoint compile amp wire
 
 .PHONY: setup demo compare test test-cpp test-python bench wheel lint clean
 .DELETE_ON_ERROR:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -44,8 +44,9 @@ from hvd_strategy.module_watch import ModuleWatch, module_behind
 from hvd_strategy.observed_reducer import ObservedReducer
 from hvd_strategy.options import resolve
 from hvd_strategy.parameter_table import Named, ParameterTable
-from hvd_strategy.parameters import unique
+from hvd_strategy.parameters import names_of, unique
 from hvd_strategy.reduced_gradients import ReducedGradients
+from hvd_strategy.reduction_precision import ReductionPrecision, SteppedPrecision
 from hvd_strategy.reduction_rounds import TWO_BACKWARDS, ReductionRounds, stepped_inside
 from hvd_strategy.session import Session, open_session
 from hvd_strategy.sparse import SparseGradients
@@ -54,7 +55,9 @@ from hvd_strategy.weighted_backward import WeightedBackward
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, ObservedReducer):
+class GradientReducer(
+    ReductionRounds, WeightedBackward, SteppedPrecision, ReducedGradients, ObservedReducer
+):
     """Leaves the mean over all ranks in `p.grad` of every parameter when `backward` returns.
 
     Nothing has to be announced: parameters that some or all ranks do not use, that are frozen now
@@ -86,6 +89,13 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         timeout: Deadline of a reduction.
         sparse_as_dense: Turn sparse gradients into dense ones, which then go through the buckets;
             False by default.
+        wire_dtype: Type in which gradients of fp32 and fp64 travel between the ranks: None (as they
+            are), "fp16", "bf16", or a schedule by optimizer step such as `{0: None, 1000: "bf16"}`.
+            Every rank's gradient is rounded once; the mean is computed and kept in the gradient's
+            own type. See `set_step`.
+        sum_dtype: Type in which gradients are added up: None, "fp32" or "fp64". Those of fp64 are
+            always added up in fp64, others in fp32 unless "fp64" is asked for.
+        full_precision: Parameters whose gradients travel as they are, whatever `wire_dtype` says.
         gradient_average: "ranks": the gradient of the mean over the ranks of their losses.
             "items": that of the mean over all items (samples, tokens) of all ranks and of all
             micro-batches of an accumulation; each backward is `reducer.backward(loss, items=n)`.
@@ -97,7 +107,8 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             (for measurements).
 
     Raises:
-        MismatchError: Ranks have other parameters, shapes or dtypes; names the first difference.
+        MismatchError: Ranks have other parameters, shapes or dtypes, or another precision of the
+            reduction; names the first difference.
         ValueError: An argument is not acceptable.
     """
 
@@ -112,6 +123,9 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         bucket_cap_mb: float | None = None,
         timeout: timedelta | None = None,
         sparse_as_dense: bool | None = None,
+        wire_dtype: str | Mapping[int, str | None] | None = None,
+        sum_dtype: str | None = None,
+        full_precision: Iterable[Tensor] = (),
         gradient_average: str | None = None,
         gradient_norms: bool = False,
         force: bool = False,
@@ -120,10 +134,12 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         bucket_cap_mb = resolve("bucket_cap_mb", bucket_cap_mb)
         timeout = resolve("timeout", timeout)
         sparse_as_dense = resolve("sparse_as_dense", sparse_as_dense)
+        wire, total = resolve("wire_dtype", wire_dtype), resolve("sum_dtype", sum_dtype)
         gradient_average = resolve("gradient_average", gradient_average)
         optimizers = optimizers_of(optimizer)
         watched = module_behind(named_parameters)
         named = unique(named_parameters)
+        exact = names_of(full_precision, named)
         require(
             session is None or isinstance(session, Session),
             "session",
@@ -157,6 +173,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
         self._remove_hooks.atexit = False
         self._gate = Gate(self._handles)
         self._contribution = Contribution(by_items=gradient_average == "items")
+        self._precision = ReductionPrecision(wire, total, self._gate, exact)
         self._flushes = 0
         self._unnamed = 0
         self._core: Any = None
@@ -174,6 +191,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
                 bucket_cap_mb,
                 gradient_norms,
                 timeout.total_seconds(),
+                self._precision.sum_in_f64,
             )
             # Weak, or the hooks would keep this object alive and it them.
             self._core.set_callbacks(
@@ -188,9 +206,15 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             if gradient_norms:
                 self._core.set_mark(torch.compiler.disable(set_versions))
             self._table = ParameterTable(
-                self._core, self._session, self._gate.group_of, self._parameter_hooks
+                self._core,
+                self._session,
+                self._gate.group_of,
+                self._parameter_hooks,
+                self._precision.is_exact,
             )
-            self._sparse = SparseGradients(self._session, sparse_as_dense)
+            self._sparse = SparseGradients(
+                self._session, sparse_as_dense, self._precision.sum_in_f64
+            )
             # Parameters whose gradient came in another form than the ranks agreed on.
             self._converted: set[int] = set()
         self._closed = False
@@ -198,6 +222,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             for candidate in optimizers:
                 self.add_optimizer(candidate)
             if self._active:
+                self._precision.check_agreement(self._session)
                 self._table.check_agreement(named)
                 self._table.add(named)
                 _reducers.add(self)
@@ -350,6 +375,7 @@ class GradientReducer(ReductionRounds, WeightedBackward, ReducedGradients, Obser
             self._fail(problem)
             raise HvdError(f"Rank {self._session.rank}: {problem}")
         self._contribution.announce(self._core, in_backward=True)
+        self._precision.announce(self._core)
         queue_end_of_backward(_EndOfBackward(self))
 
     def _refuse_other_thread(self, index: int) -> None:

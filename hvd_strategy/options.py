@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hvd_strategy.wire_schedule import schedule_text
+
 __all__ = ["OPTIONS", "Option", "resolve"]
 
 
@@ -32,6 +34,8 @@ class Option:
         check: Whether a value of the right type is acceptable.
         accepts: What is acceptable, in words, for error messages and the documentation.
         help: What the option does.
+        read: For an option with several ways of writing a value: brings them into one of `type`;
+            ValueError for what is no value.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Option:
     check: Callable[[Any], bool]
     accepts: str
     help: str
+    read: Callable[[Any], Any] | None = None
 
     @property
     def env(self) -> str:
@@ -48,7 +53,12 @@ class Option:
 
     def from_argument(self, value: Any) -> Any:
         """Checks a value given in Python and brings it into the option's type."""
-        if self.type is float:
+        if self.read is not None:
+            try:
+                return self.read(value)
+            except ValueError:
+                fits = False
+        elif self.type is float:
             # bool is an int to Python, but nobody means 1 second by True.
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
             fits = fits and abs(value) <= sys.float_info.max  # an int may be any size
@@ -69,6 +79,8 @@ class Option:
         """Reads and checks the value of the environment variable."""
         value: Any = text.strip()
         try:
+            if self.read is not None:
+                value = self.read(value)
             if self.type is bool:
                 value = _TRUTH[value.lower()]
             elif self.type is int:
@@ -177,6 +189,24 @@ _ALL = (
         lambda value: True,
         "True or False",
         "Sparse gradients are turned into dense ones before they are reduced.",
+    ),
+    Option(
+        "wire_dtype",
+        str,
+        "none",
+        lambda value: True,
+        'None, "none", "fp16", "bf16", or a schedule of these by optimizer step such as '
+        '{0: None, 1000: "bf16"}, as text "0:none,1000:bf16"',
+        "Gradients of fp32 and fp64 travel between ranks in 16 bits; results keep their type.",
+        schedule_text,
+    ),
+    Option(
+        "sum_dtype",
+        str,
+        "none",
+        lambda value: value in ("none", "fp32", "fp64"),
+        'None, "none", "fp32" or "fp64"',
+        "Gradients are added up in at least this precision; none: fp32, and fp64 those of fp64.",
     ),
     Option(
         "gradient_average",

@@ -40,6 +40,8 @@ class ParameterTable:
         session: The ranks.
         group_of: Number of the optimizer that steps a parameter; different ones share no bucket.
         hooks: Filled with the handles of the hooks, one per parameter.
+        is_exact: Whether the gradient of a parameter, given its name and whether it is complex,
+            always travels as it is.
 
     Attributes:
         parameters: The objects.
@@ -52,11 +54,13 @@ class ParameterTable:
         session: Session,
         group_of: Callable[[Tensor], int],
         hooks: list[Any],
+        is_exact: Callable[[str, bool], bool],
     ) -> None:
         self._core = core
         self._session = session
         self._group_of = group_of
         self._hooks = hooks
+        self._is_exact = is_exact
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
         self._forms: list[Form] = []
@@ -181,6 +185,7 @@ class ParameterTable:
             "torch_dtype": None if may_be_lazy(parameter) else dtype,
             "nbytes": parameter.numel() * parameter.element_size(),
             "strides": None if contiguous else strides,
+            "exact": self._is_exact(name, dtype.is_complex),
         }
 
     # ---- hooks ----

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from hvd_strategy.arguments import require
+
 # Complex gradients travel as twice as many floats.
 WIRE_NAMES = {
     torch.float32: ("float32", 1),
@@ -61,6 +63,19 @@ def unique(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Te
             raise ValueError(f"Two different parameters are called '{name}'.")
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
+
+
+def names_of(parameters: Iterable[Tensor], named: list[tuple[str, Tensor]]) -> list[str]:
+    """Names of the parameters of the argument `full_precision`."""
+    accepts = "parameters that are among named_parameters"
+    fits = isinstance(parameters, Iterable) and not isinstance(parameters, (str, Tensor))
+    require(fits, "full_precision", parameters, accepts)
+    known = {id(parameter): name for name, parameter in named}
+    names = []
+    for parameter in parameters:
+        require(id(parameter) in known, "full_precision", parameter, accepts)
+        names.append(known[id(parameter)])
+    return names
 
 
 def form_of(name: str, parameter: Tensor) -> Form:

@@ -16,6 +16,7 @@ from hvd_strategy.gate import Gate
 from hvd_strategy.module_watch import ModuleWatch
 from hvd_strategy.parameter_table import ParameterTable, in_words
 from hvd_strategy.parameters import gradient_strides, zeros
+from hvd_strategy.reduction_precision import ReductionPrecision
 from hvd_strategy.session import Session
 from hvd_strategy.sparse import SparseGradients
 
@@ -46,6 +47,7 @@ class ReductionRounds:
     _sparse: SparseGradients
     _watch: ModuleWatch | None
     _contribution: Contribution
+    _precision: ReductionPrecision
     _converted: set[int]  # parameters whose gradient came in another form than agreed
     _flushes: int
 
@@ -69,6 +71,7 @@ class ReductionRounds:
             raise HvdError(f"Rank {self._session.rank}: {problem}")
         if not self._core.begun:
             self._contribution.announce(self._core, in_backward=False)
+            self._precision.announce(self._core)
         try:
             if self._reduce_round(flags):
                 with self._ending_the_job():
@@ -78,6 +81,7 @@ class ReductionRounds:
                         f"Rank {self._session.rank}: parameters change faster than the ranks can "
                         "agree on them; convert or replace them between two steps."
                     )
+            self._precision.count_backward()
         except BaseException:
             self._drop_deferred()
             raise

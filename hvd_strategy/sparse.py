@@ -22,7 +22,14 @@ from hvd_strategy.errors import MismatchError
 from hvd_strategy.parameters import zeros
 from hvd_strategy.session import Session
 
+# What gradients are added up in, by default and where fp64 is asked for.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_WIDEST = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 class SparseGradients:
@@ -31,14 +38,16 @@ class SparseGradients:
     Args:
         session: The ranks.
         as_dense: Whether to turn sparse gradients into dense ones, which the core reduces.
+        sum_in_f64: Whether to add up in fp64.
 
     Attributes:
         pending: Numbers of the parameters with a sparse gradient in this backward.
         as_dense: As given.
     """
 
-    def __init__(self, session: Session, as_dense: bool) -> None:
+    def __init__(self, session: Session, as_dense: bool, sum_in_f64: bool = False) -> None:
         self._session = session
+        self._wide = _WIDEST if sum_in_f64 else _WIDE
         self.as_dense = as_dense
         self.pending: set[int] = set()
 
@@ -99,9 +108,11 @@ class SparseGradients:
         gradient = zeros(parameter)
         if parameter.grad is not None:
             gradient.copy_(parameter.grad.to_dense())
+        # Other types than these the session adds up in their own precision at least.
+        wide = gradient.to(self._wide.get(gradient.dtype, gradient.dtype))
         if factor != 1.0:
-            gradient.mul_(factor)
-        return self._session.allreduce(gradient, "mean")
+            wide.mul_(factor)
+        return gradient.copy_(self._session.allreduce(wide, "mean"))
 
     def _sparse_means(
         self,
@@ -131,7 +142,9 @@ class SparseGradients:
             )
             values.update(zip(chosen, found, strict=True))
         return {
-            index: _mean(parameters[index], sparse[index], rows[index], place, values[index])
+            index: _mean(
+                parameters[index], sparse[index], rows[index], place, values[index], self._wide
+            )
             for index, place in zip(sparse, places, strict=True)
         }
 
@@ -176,14 +189,19 @@ def _values(gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _mean(
-    parameter: Tensor, sparse_dim: int, rows: list[int], places: list[Tensor], values: list[Tensor]
+    parameter: Tensor,
+    sparse_dim: int,
+    rows: list[int],
+    places: list[Tensor],
+    values: list[Tensor],
+    wide: dict[torch.dtype, torch.dtype],
 ) -> Tensor:
     """Adds up the ranks' rows in their order; each rank has a row at most once."""
     shape, dtype = parameter.shape, parameter.dtype
     sizes = shape[:sparse_dim]
     keys = torch.cat([_flat_key(place.view(sparse_dim, -1), sizes) for place in places])
     known, targets = torch.unique(keys, return_inverse=True)
-    total = torch.zeros((len(known), *shape[sparse_dim:]), dtype=_WIDE.get(dtype, dtype))
+    total = torch.zeros((len(known), *shape[sparse_dim:]), dtype=wide.get(dtype, dtype))
     for count, target, value in zip(rows, targets.split(rows), values, strict=True):
         total.index_add_(0, target, value.view(count, *shape[sparse_dim:]).to(total.dtype))
     return torch.sparse_coo_tensor(

@@ -21,11 +21,12 @@ namespace {
 class PyReducer {
  public:
   PyReducer(std::shared_ptr<Session> session, const std::vector<int>& ranks, double bucket_mb,
-            bool by_products, double timeout)
+            bool by_products, double timeout, bool sum_in_f64)
       : state_(std::make_shared<HookState>()), timeout_(timeout) {
     ReducerSettings settings;
     settings.bucket_bytes = static_cast<uint64_t>(bucket_mb * 1048576.0);
     settings.want_by_products = by_products;
+    settings.sum_in_f64 = sum_in_f64;
     settings.timeout_ns = nanoseconds(timeout);
     nb::gil_scoped_release release;
     auto communicator = session->open_communicator(ranks, StagingSettings{}, settings.timeout_ns,
@@ -52,9 +53,10 @@ class PyReducer {
   }
 
   void add_parameter(const std::string& name, uint64_t count, const std::string& dtype,
-                     uint32_t group, nb::object torch_dtype, size_t nbytes, nb::object strides) {
+                     uint32_t group, nb::object torch_dtype, size_t nbytes, nb::object strides,
+                     bool exact) {
     const DType type = type_of(name, dtype);
-    state_->reducer->add_parameters({{name, count, type, group}});
+    state_->reducer->add_parameters({{name, count, type, group, exact}});
     state_->expected.push_back(expectation(type, std::move(torch_dtype), nbytes, strides));
     state_->hooks.push_back({nb::dict(), 0});
     state_->dirty.push_back(false);
@@ -63,10 +65,10 @@ class PyReducer {
 
   void redefine_parameter(uint32_t index, const std::string& name, uint64_t count,
                           const std::string& dtype, uint32_t group, nb::object torch_dtype,
-                          size_t nbytes, nb::object strides) {
+                          size_t nbytes, nb::object strides, bool exact) {
     const DType type = type_of(name, dtype);
     state_->expected.at(index) = expectation(type, std::move(torch_dtype), nbytes, strides);
-    state_->reducer->redefine_parameter(index, {name, count, type, group});
+    state_->reducer->redefine_parameter(index, {name, count, type, group, exact});
   }
 
   nb::object hook(uint32_t index) {
@@ -135,6 +137,12 @@ class PyReducer {
 
   void set_contribution(double pre, double weight, double scale, bool unscale) {
     state_->reducer->set_contribution({pre, weight, scale, unscale});
+  }
+  // An empty name: gradients travel as they are.
+  void set_wire(const std::string& dtype) {
+    std::optional<DType> wire;
+    if (!dtype.empty()) wire = type_of("(wire)", dtype);
+    state_->reducer->set_wire(wire);
   }
   double total_weight() const { return state_->reducer->total_weight(); }
   double agreed_scale() const { return state_->reducer->agreed_scale(); }
@@ -305,18 +313,19 @@ void bind_reducer(nb::module_& module) {
   module.attr("FLUSH_SPARSE") = static_cast<uint32_t>(FlushRecord::kSparse);
   module.attr("FLUSH_CHANGED") = static_cast<uint32_t>(FlushRecord::kChanged);
   nb::class_<PyReducer>(module, "Reducer", "Core of hvd_strategy.engine.GradientReducer.")
-      .def(nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double>(),
-           nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
-           nb::arg("timeout"))
+      .def(
+          nb::init<std::shared_ptr<Session>, const std::vector<int>&, double, bool, double, bool>(),
+          nb::arg("session"), nb::arg("ranks"), nb::arg("bucket_cap_mb"), nb::arg("by_products"),
+          nb::arg("timeout"), nb::arg("sum_in_f64") = false)
       .def("set_callbacks", &PyReducer::set_callbacks, nb::arg("on_first"),
            nb::arg("on_mismatched"), nb::arg("on_intruder"), nb::arg("on_nothing"),
            nb::arg("storage_users"), nb::arg("version_of"), nb::arg("tensor_class"))
       .def("add_parameter", &PyReducer::add_parameter, nb::arg("name"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(), nb::arg("nbytes"),
-           nb::arg("strides").none())
+           nb::arg("strides").none(), nb::arg("exact") = false)
       .def("redefine_parameter", &PyReducer::redefine_parameter, nb::arg("index"), nb::arg("name"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("group"), nb::arg("torch_dtype").none(),
-           nb::arg("nbytes"), nb::arg("strides").none())
+           nb::arg("nbytes"), nb::arg("strides").none(), nb::arg("exact") = false)
       .def("hook", &PyReducer::hook, nb::arg("index"))
       .def("set_last_of", &PyReducer::set_last_of, nb::arg("index"), nb::arg("hooks"))
       .def("take", &PyReducer::take, nb::arg("index"), nb::arg("parameter"))
@@ -331,6 +340,7 @@ void bind_reducer(nb::module_& module) {
       .def_prop_ro("announced", &PyReducer::announced)
       .def("set_contribution", &PyReducer::set_contribution, nb::arg("pre"), nb::arg("weight"),
            nb::arg("scale"), nb::arg("unscale"))
+      .def("set_wire", &PyReducer::set_wire, nb::arg("dtype"))
       .def_prop_ro("total_weight", &PyReducer::total_weight)
       .def_prop_ro("agreed_scale", &PyReducer::agreed_scale)
       .def_prop_ro("scales_differ", &PyReducer::scales_differ)

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,10 @@ struct Work {
   // ranks' weights when divide_by_weight. A rank whose pre is 0 is not read.
   ReduceOp op = ReduceOp::sum;
   bool accumulate_f64 = false;
+  // f16 or bf16: what ranks give each other has this type (see kernels/wire.h), which rounds every
+  // rank's values once; sum and result have the types they have without it. For sums of f32 and
+  // f64; others, and a world of one, have no use for it and ignore it.
+  std::optional<DType> wire;
   bool divide_by_weight = false;
   double pre = 1.0;
   double weight = 1.0;

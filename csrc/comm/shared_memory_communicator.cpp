@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/quiet_thread.h"
+#include "kernels/wire.h"
 
 namespace hvd {
 namespace {
@@ -28,6 +29,7 @@ uint64_t signature_of(const Work& work) {
     for (uint64_t count : work.layout->counts) hash = mix(hash, count);
   }
   hash = mix(hash, static_cast<uint64_t>(work.op));
+  hash = mix(hash, work.wire ? 1 + static_cast<uint64_t>(*work.wire) : 0);
   hash = mix(hash, (work.accumulate_f64 ? 1u : 0u) | (work.divide_by_weight ? 2u : 0u) |
                        (work.want_by_products ? 4u : 0u) | (work.unscale ? 8u : 0u));
   uint64_t post = 0;
@@ -56,13 +58,14 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::shared_ptr<HostControlPl
       redundant_bytes_(
           std::min<uint64_t>(settings.slot_bytes, (64u << 10) / static_cast<uint64_t>(size_))),
       pending_(kAllSlots) {
-  if (settings.slots < 2 || settings.slots > kMostRingSlots || settings.slot_bytes < 4096 ||
+  const uint64_t least = std::max<uint64_t>(4096, WireLayout::least_slot_bytes(size_));
+  if (settings.slots < 2 || settings.slots > kMostRingSlots || settings.slot_bytes < least ||
       settings.slot_bytes % 64 != 0) {
     throw Error(ErrorKind::bad_argument,
                 "the staging ring takes 2 to " + std::to_string(kMostRingSlots) +
-                    " slots of at least 4096 bytes, a multiple of 64; got " +
-                    std::to_string(settings.slots) + " slots of " +
-                    std::to_string(settings.slot_bytes) + " bytes");
+                    " slots of at least " + std::to_string(least) +
+                    " bytes, a multiple of 64; got " + std::to_string(settings.slots) +
+                    " slots of " + std::to_string(settings.slot_bytes) + " bytes");
   }
   control_->check_usable();
   memory_ = control_->share(members_, key_,
@@ -230,7 +233,10 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
   if (!work->error && work->layout) {
     const size_t width = size_of(work->layout->dtype);
     const uint64_t total = work->layout->total;
-    active.chunk_elements = slot_bytes / width;
+    const bool by_wire = work->wire && work->kind == WorkKind::reduce && size_ > 1 &&
+                         work->op == ReduceOp::sum && has_wire_form(work->layout->dtype);
+    if (by_wire) active.wire.emplace(*work->wire, work->layout->dtype, size_, slot_bytes);
+    active.chunk_elements = active.wire ? active.wire->chunk_elements : slot_bytes / width;
     active.redundant = work->kind == WorkKind::reduce && total * width <= redundant_bytes_;
     active.data_chunks =
         std::max<uint64_t>(1, (total + active.chunk_elements - 1) / active.chunk_elements);
@@ -243,7 +249,9 @@ SharedMemoryCommunicator::Active SharedMemoryCommunicator::start(uint32_t slot,
   }
   active.chunks = active.data_chunks;
   if (!work->error && work->kind == WorkKind::reduce) {
-    active.kernel = find_reduce_kernel(work->layout->dtype, work->op, work->accumulate_f64);
+    active.kernel =
+        active.wire ? find_wire_kernel(active.wire->type, work->layout->dtype, work->accumulate_f64)
+                    : find_reduce_kernel(work->layout->dtype, work->op, work->accumulate_f64);
     double weights = 0;
     double scale = 0;
     for (int rank = 0; rank < size_; ++rank) {

@@ -4,12 +4,14 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "base/shared_memory.h"
 #include "comm/communicator.h"
 #include "comm/staging.h"
+#include "comm/wire_layout.h"
 #include "control/host_control_plane.h"
 
 namespace hvd {
@@ -30,6 +32,8 @@ struct StagingSettings {
 // Chunks of consecutive works follow one another without a break; each rank moves as far as the
 // others allow and a thread that cannot move does not hold up the others until the ring is full.
 // Small works are reduced by everybody at once, which saves one of the two waits.
+// With a wire type all values are converted on their way into the slots, the own slice's as well,
+// so that no element's rounding depends on who owns it; results lie there in the work's type.
 //
 // Which work comes next is agreed in a log: whoever sees that all ranks have posted a slot appends
 // it (compare-and-swap on the first free entry), and everybody serves the entries in order.
@@ -69,6 +73,7 @@ class SharedMemoryCommunicator final : public Communicator {
     uint64_t chunks = 0;
     double post = 1.0;
     ReduceKernel kernel = nullptr;
+    std::optional<WireLayout> wire;   // of a slot, where values travel in 16 bits
     std::vector<double> pre;          // by rank
     std::vector<ByProducts> partial;  // of the slices this rank owns
   };
@@ -100,6 +105,12 @@ class SharedMemoryCommunicator final : public Communicator {
   void copy_in(Active& active, uint64_t local, uint64_t chunk);
   void reduce(Active& active, uint64_t local, uint64_t chunk);
   void copy_out(Active& active, uint64_t local, uint64_t chunk);
+  // The three of them where values travel in 16 bits.
+  void copy_in_wire(Active& active, uint64_t local, uint64_t chunk);
+  void reduce_wire(Active& active, uint64_t local, uint64_t chunk);
+  void copy_out_wire(Active& active, uint64_t local, uint64_t chunk);
+  void put_block(const Active& active, Range block, int owner, uint64_t number, uint64_t first,
+                 char* slot);
   void combine_by_products(Active& active, uint64_t local, uint64_t chunk);
   Active* at(const Cursor& cursor);
   void advance(Cursor& cursor, const Active& active);

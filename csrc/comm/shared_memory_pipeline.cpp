@@ -6,35 +6,10 @@
 #include <limits>
 
 #include "base/clock.h"
+#include "comm/pieces.h"
 #include "comm/shared_memory_communicator.h"
 
 namespace hvd {
-namespace {
-
-constexpr uint64_t kSliceGrain = 64;  // elements; slices begin on cache lines
-
-// Calls use(segment, offset in the segment, place behind `low`, count) for every piece of a
-// segment that lies in [low, high), all in elements.
-template <class Use>
-void for_pieces(const Layout& layout, uint64_t low, uint64_t high, Use use) {
-  if (low >= high) return;
-  size_t segment =
-      static_cast<size_t>(std::upper_bound(layout.starts.begin(), layout.starts.end(), low) -
-                          layout.starts.begin() - 1);
-  for (uint64_t place = low; place < high; ++segment) {
-    const uint64_t offset = place - layout.starts[segment];
-    if (offset >= layout.counts[segment]) continue;  // an empty segment
-    const uint64_t count = std::min(high - place, layout.counts[segment] - offset);
-    use(segment, offset, place - low, count);
-    place += count;
-  }
-}
-
-char* element(void* base, uint64_t index, size_t width) {
-  return static_cast<char*>(base) + index * width;
-}
-
-}  // namespace
 
 SharedMemoryCommunicator::Active* SharedMemoryCommunicator::at(const Cursor& cursor) {
   const uint64_t index = cursor.operation - first_operation_;
@@ -192,6 +167,7 @@ void SharedMemoryCommunicator::copy_in(Active& active, uint64_t local, uint64_t 
   const bool gives = work.kind == WorkKind::broadcast ? work.root == rank_
                                                       : active.pre[static_cast<size_t>(rank_)] != 0;
   if (!gives) return;
+  if (active.wire) return copy_in_wire(active, local, chunk);
   const Layout& layout = *work.layout;
   const size_t width = size_of(layout.dtype);
   const Range range = chunk_range(active, local);
@@ -218,6 +194,7 @@ void SharedMemoryCommunicator::copy_in(Active& active, uint64_t local, uint64_t 
 }
 
 void SharedMemoryCommunicator::reduce(Active& active, uint64_t local, uint64_t chunk) {
+  if (active.wire) return reduce_wire(active, local, chunk);
   Work& work = *active.work;
   const Layout& layout = *work.layout;
   const size_t width = size_of(layout.dtype);
@@ -279,6 +256,7 @@ void SharedMemoryCommunicator::copy_out(Active& active, uint64_t local, uint64_t
     combine_by_products(active, local, chunk);
     return;
   }
+  if (active.wire) return copy_out_wire(active, local, chunk);
   const Layout& layout = *work.layout;
   const size_t width = size_of(layout.dtype);
   const Range range = chunk_range(active, local);

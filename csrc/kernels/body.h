@@ -5,6 +5,7 @@
 #include "kernels/hash_body.h"
 #include "kernels/kernel_table.h"
 #include "kernels/vector.h"
+#include "kernels/wire_body.h"
 
 namespace hvd {
 namespace {
@@ -204,14 +205,14 @@ HVD_INLINE void accumulate_tile(const Group<typename Accumulator::Scalar>& group
   }
 }
 
-// Stores the rounded result of one tile.
-template <class Element, class Accumulator, class Op, int kCount, bool kSquares>
+// Stores the rounded result of one tile. Sources are of type Element, the result of type Out.
+template <class Element, class Out, class Accumulator, class Op, int kCount, bool kSquares>
 HVD_INLINE void finish_tile(const Group<typename Accumulator::Scalar>& group, size_t index,
                             const char* before, typename Accumulator::Vector post, char* out,
                             char* second_out, Doubles (&squares)[kTileVectors]) {
   using Vector = typename Accumulator::Vector;
   constexpr int kSize = kStrip<Vector>;
-  constexpr size_t kStride = kLanes * Element::kSize;
+  constexpr size_t kStride = kLanes * Out::kSize;
 #pragma GCC unroll 8
   for (int strip = 0; strip < kTileVectors; strip += kSize) {
     Vector result[kSize];
@@ -219,15 +220,14 @@ HVD_INLINE void finish_tile(const Group<typename Accumulator::Scalar>& group, si
 #pragma GCC unroll 8
     for (int v = 0; v < kSize; ++v) {
       result[v] = Op::finish(result[v], post);
-      const auto rounded =
-          Accumulator::template write<Element>(out + (strip + v) * kStride, result[v]);
+      const auto rounded = Accumulator::template write<Out>(out + (strip + v) * kStride, result[v]);
       if constexpr (kSquares) {
         squares[strip + v] = squares[strip + v] + square(rounded);
       }
     }
     if (second_out != nullptr) {
       for (int v = 0; v < kSize; ++v) {
-        Accumulator::template write<Element>(second_out + (strip + v) * kStride, result[v]);
+        Accumulator::template write<Out>(second_out + (strip + v) * kStride, result[v]);
       }
     }
   }
@@ -268,7 +268,7 @@ HVD_NOINLINE void accumulate(const Group<typename Accumulator::Scalar>& group, s
 }
 
 // Combines the last group and stores the rounded result.
-template <class Element, class Accumulator, class Op, int kCount, bool kSquares>
+template <class Element, class Out, class Accumulator, class Op, int kCount, bool kSquares>
 HVD_NOINLINE void finish(const Group<typename Accumulator::Scalar>& sources, size_t count,
                          const char* before, double post, char* out, char* second_out,
                          Doubles* squares_out) {
@@ -282,25 +282,25 @@ HVD_NOINLINE void finish(const Group<typename Accumulator::Scalar>& sources, siz
   }
   size_t index = 0;
   for (; index + kTile <= count; index += kTile) {
-    finish_tile<Element, Accumulator, Op, kCount, kSquares>(
-        group, index, before, factor, out + index * Element::kSize,
-        second_out ? second_out + index * Element::kSize : nullptr, squares);
+    finish_tile<Element, Out, Accumulator, Op, kCount, kSquares>(
+        group, index, before, factor, out + index * Out::kSize,
+        second_out ? second_out + index * Out::kSize : nullptr, squares);
   }
   if (index < count) {
-    const size_t bytes = (count - index) * Element::kSize;
+    const size_t bytes = (count - index) * Out::kSize;
     const Tail<Element, Scalar> tail(group, index, count - index);
-    alignas(kVectorBytes) char tile[kTile * Element::kSize];
-    finish<Element, Accumulator, Op, 0, false>(tail.group, kTile,
-                                               before ? before + index * sizeof(Scalar) : nullptr,
-                                               post, tile, nullptr, nullptr);
+    alignas(kVectorBytes) char tile[kTile * Out::kSize];
+    finish<Element, Out, Accumulator, Op, 0, false>(
+        tail.group, kTile, before ? before + index * sizeof(Scalar) : nullptr, post, tile, nullptr,
+        nullptr);
     // What lies behind the end may have become anything, and counts as nothing.
     __builtin_memset(tile + bytes, 0, sizeof(tile) - bytes);
-    __builtin_memcpy(out + index * Element::kSize, tile, bytes);
-    if (second_out) __builtin_memcpy(second_out + index * Element::kSize, tile, bytes);
+    __builtin_memcpy(out + index * Out::kSize, tile, bytes);
+    if (second_out) __builtin_memcpy(second_out + index * Out::kSize, tile, bytes);
     if constexpr (kSquares) {
       for (int v = 0; v < kTileVectors; ++v) {
-        const char* from = tile + v * kLanes * Element::kSize;
-        squares[v] = squares[v] + square(Accumulator::template read<Element>(from));
+        const char* from = tile + v * kLanes * Out::kSize;
+        squares[v] = squares[v] + square(Accumulator::template read<Out>(from));
       }
     }
   }
@@ -341,7 +341,7 @@ bool all_finite(const double* values, size_t count) {
   return true;
 }
 
-template <class Element>
+template <class Out>
 void report(const Doubles (&squares)[kTileVectors], const ReduceArguments& arguments) {
   double sums[kTile];
   __builtin_memcpy(sums, squares, sizeof(sums));
@@ -353,12 +353,12 @@ void report(const Doubles (&squares)[kTileVectors], const ReduceArguments& argum
   // finite never leaves a sum again: the sum tells it. Squares of doubles overflow, so that there
   // the values have to be looked at; but only then.
   if (__builtin_isfinite(sums[0])) return;
-  if (Element::kSize == 8 && all_finite(static_cast<const double*>(arguments.out), arguments.count))
+  if (Out::kSize == 8 && all_finite(static_cast<const double*>(arguments.out), arguments.count))
     return;
   arguments.by_products->finite = false;
 }
 
-template <class Element, class Accumulator, class Op, int kCount, bool kSquares>
+template <class Element, class Out, class Accumulator, class Op, int kCount, bool kSquares>
 void reduce_blocks(const ReduceArguments& arguments, size_t block_size, Doubles* squares) {
   using Scalar = typename Accumulator::Scalar;
   const int used = count_used(arguments);
@@ -367,8 +367,9 @@ void reduce_blocks(const ReduceArguments& arguments, size_t block_size, Doubles*
     const size_t left = arguments.count - done;
     const size_t count = left < block_size ? left : block_size;
     const size_t offset = done * Element::kSize;
+    const size_t out_offset = done * Out::kSize;
     char* second_out =
-        arguments.second_out ? static_cast<char*>(arguments.second_out) + offset : nullptr;
+        arguments.second_out ? static_cast<char*>(arguments.second_out) + out_offset : nullptr;
     const char* before = nullptr;
     Group<Scalar> group;
     int rank = 0;
@@ -379,37 +380,37 @@ void reduce_blocks(const ReduceArguments& arguments, size_t block_size, Doubles*
         accumulate<Element, Accumulator, Op>(group, count, before, accumulators);
         before = accumulators;
       } else {
-        finish<Element, Accumulator, Op, kCount, kSquares>(
-            group, count, before, arguments.post, static_cast<char*>(arguments.out) + offset,
+        finish<Element, Out, Accumulator, Op, kCount, kSquares>(
+            group, count, before, arguments.post, static_cast<char*>(arguments.out) + out_offset,
             second_out, squares);
       }
     }
   }
 }
 
-template <class Element, class Accumulator, class Op>
+template <class Element, class Accumulator, class Op, class Out = Element>
 void reduce_floating(const ReduceArguments& arguments) {
   const int used = count_used(arguments);
   if (used == 0) {
-    store_zero(arguments, Element::kSize);
+    store_zero(arguments, Out::kSize);
     return;
   }
   // Without accumulators in memory there is no reason for blocks.
   const size_t block_size = used <= kGroup ? arguments.count : kBlock;
   // Two sources are what most reductions have: worth a form of their own where speed matters.
   constexpr int kPair =
-      Op::kIsSum && sizeof(typename Accumulator::Scalar) <= Element::kSize * 2 ? 2 : 0;
+      Op::kIsSum && sizeof(typename Accumulator::Scalar) <= Out::kSize * 2 ? 2 : 0;
   if (arguments.by_products == nullptr) {
-    const auto reduce = used == 2 ? reduce_blocks<Element, Accumulator, Op, kPair, false>
-                                  : reduce_blocks<Element, Accumulator, Op, 0, false>;
+    const auto reduce = used == 2 ? reduce_blocks<Element, Out, Accumulator, Op, kPair, false>
+                                  : reduce_blocks<Element, Out, Accumulator, Op, 0, false>;
     reduce(arguments, block_size, nullptr);
     return;
   }
-  const auto reduce = used == 2 ? reduce_blocks<Element, Accumulator, Op, kPair, true>
-                                : reduce_blocks<Element, Accumulator, Op, 0, true>;
+  const auto reduce = used == 2 ? reduce_blocks<Element, Out, Accumulator, Op, kPair, true>
+                                : reduce_blocks<Element, Out, Accumulator, Op, 0, true>;
   Doubles squares[kTileVectors] = {};
   reduce(arguments, block_size, squares);
-  report<Element>(squares, arguments);
+  report<Out>(squares, arguments);
 }
 
 // ---- Integers --------------------------------------------------------------------------------
@@ -493,6 +494,15 @@ void convert_kernel(void* dst, const void* src, size_t count, double factor) {
   }
 }
 
+// ---- The wire: 16 bits between ranks ---------------------------------------------------------
+
+template <class Wire>
+constexpr void fill_wire(KernelTable* table, int row) {
+  table->sum_of_wire[row][0] = reduce_floating<Wire, InFloat, Sum, Float32>;
+  table->sum_of_wire[row][1] = reduce_floating<Wire, InDouble, Sum, Float32>;
+  table->sum_of_wire[row][2] = reduce_floating<Wire, InDouble, Sum, Float64>;
+}
+
 // ---- The table -------------------------------------------------------------------------------
 
 template <class Element, class Accumulator>
@@ -531,6 +541,11 @@ constexpr KernelTable make_table() {
   // A bool is the byte 0 or 1: "or" is the maximum, and "and" the minimum.
   const int row = static_cast<int>(DType::boolean);
   table.reduce[row][0] = table.reduce[row][2];
+  table.largest[static_cast<int>(DType::f32)] = largest_of_floats;
+  table.largest[static_cast<int>(DType::f64)] = largest_of_doubles;
+  table.to_finite_bf16 = to_finite_bfloat_kernel;
+  fill_wire<Float16>(&table, 0);
+  fill_wire<BFloat16>(&table, 1);
   table.hash = hash_kernel;
   return table;
 }

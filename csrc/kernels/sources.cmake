@@ -6,7 +6,8 @@ set(HVD_KERNEL_SOURCES
     csrc/kernels/hash.cpp
     csrc/kernels/portable.cpp
     csrc/kernels/reduce.cpp
-    csrc/kernels/rescale.cpp)
+    csrc/kernels/rescale.cpp
+    csrc/kernels/wire.cpp)
 
 # Without contraction to fused multiply-adds every instruction set gives the same bits.
 set(HVD_KERNEL_OPTIONS -O3 -ffp-contract=off)

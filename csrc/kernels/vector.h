@@ -59,6 +59,9 @@ HVD_INLINE Words spread(uint32_t value) { return value - Words{}; }
 
 HVD_INLINE Words select(Words mask, Words yes, Words no) { return (yes & mask) | (no & ~mask); }
 
+// Both below 2^31, so that the signed comparison will do, which SSE2 has.
+HVD_INLINE Words less(Words a, Words b) { return (Words)((Ints)a < (Ints)b); }
+
 // x where it is smaller (larger) than best, or a NaN; a NaN in best stays, as nothing compares
 // smaller.
 HVD_INLINE Floats smaller(Floats best, Floats x) {
@@ -162,9 +165,6 @@ HVD_INLINE Shorts narrow(Words x) { return __builtin_convertvector(x, Shorts); }
 
 #endif
 
-// Both below 2^31, so that the signed comparison will do, which SSE2 has.
-HVD_INLINE Words less(Words a, Words b) { return (Words)((Ints)a < (Ints)b); }
-
 // The two conversions do, bit by bit, what the F16C instructions do, whatever the thread has set
 // for subnormal numbers.
 HVD_INLINE Floats from_half(Shorts half) {
@@ -219,11 +219,20 @@ HVD_INLINE Floats narrow_to_odd(Doubles x) {
 }
 
 HVD_INLINE Floats from_bfloat(Shorts x) { return (Floats)(widen(x) << 16); }
+HVD_INLINE Words nearest_bfloat(Words bits) { return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; }
 HVD_INLINE Shorts to_bfloat(Floats x) {
   const Words bits = (Words)x;
-  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Words quiet_nan = (bits >> 16) | 0x40u;
-  return narrow(select((Words)(x != x), quiet_nan, rounded));
+  return narrow(select((Words)(x != x), quiet_nan, nearest_bfloat(bits)));
+}
+// The same, but what would be rounded up to infinity becomes the largest finite value.
+HVD_INLINE Shorts to_finite_bfloat(Floats x) {
+  const Words bits = (Words)x;
+  const Words finite = less(bits & 0x7fffffffu, spread(0x7f800000u));
+  const Words rounded = nearest_bfloat(bits);
+  const Words beyond = ~less(rounded & 0x7fffu, spread(0x7f80u)) & finite & 1u;
+  const Words quiet_nan = (bits >> 16) | 0x40u;
+  return narrow(select((Words)(x != x), quiet_nan, rounded - beyond));
 }
 
 }  // namespace

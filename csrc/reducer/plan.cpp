@@ -2,7 +2,7 @@
 
 #include <map>
 #include <set>
-#include <utility>
+#include <tuple>
 
 namespace hvd {
 
@@ -14,11 +14,11 @@ std::vector<std::vector<uint32_t>> plan_buckets(const std::vector<uint32_t>& arr
     size_t bucket;
     uint64_t bytes;
   };
-  std::map<std::pair<DType, uint32_t>, Open> open;
+  std::map<std::tuple<DType, uint32_t, bool>, Open> open;
   for (const uint32_t index : arrivals) {
     const PlanParameter& parameter = parameters[index];
     const uint64_t bytes = parameter.count * size_of(parameter.dtype);
-    const auto key = std::make_pair(parameter.dtype, parameter.group);
+    const auto key = std::make_tuple(parameter.dtype, parameter.group, parameter.exact);
     auto found = open.find(key);
     if (found == open.end() || found->second.bytes + bytes > bucket_bytes) {
       buckets.emplace_back();

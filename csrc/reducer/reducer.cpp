@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "base/clock.h"
+#include "kernels/wire.h"
 
 namespace hvd {
 namespace {
@@ -46,7 +47,8 @@ void Reducer::add_parameters(const std::vector<Parameter>& parameters) {
     State state;
     state.parameter = parameter;
     parameters_.push_back(std::move(state));
-    plan_parameters_.push_back({parameter.count, parameter.dtype, parameter.group});
+    plan_parameters_.push_back(
+        {parameter.count, parameter.dtype, parameter.group, parameter.exact});
   }
   by_products_.resize(parameters_.size());
   has_by_products_.resize(parameters_.size());
@@ -70,7 +72,7 @@ void Reducer::redefine_parameter(uint32_t index, const Parameter& parameter) {
     state.bucket = -1;
   }
   state.parameter = parameter;
-  plan_parameters_[index] = {parameter.count, parameter.dtype, parameter.group};
+  plan_parameters_[index] = {parameter.count, parameter.dtype, parameter.group, parameter.exact};
 }
 
 // Slots whose parameters have all been redefined: the next buckets go there.
@@ -91,6 +93,13 @@ void Reducer::set_contribution(const Contribution& contribution) {
     throw Error(ErrorKind::error, "the weight and scale of gradients cannot change in a backward");
   }
   contribution_ = contribution;
+}
+
+void Reducer::set_wire(std::optional<DType> wire) {
+  if ((!taken_.empty() || exchanged_) && wire != wire_) {
+    throw Error(ErrorKind::error, "the type on the wire cannot change in a backward");
+  }
+  wire_ = wire;
 }
 
 bool Reducer::in_flight(uint32_t index) const {
@@ -124,7 +133,9 @@ Reducer::Bucket Reducer::make_bucket(std::vector<uint32_t> parameters,
     if (names.size() < 3) names.push_back(parameter.name);
   }
   if (parameters.size() > names.size()) names.push_back("...");
-  bucket.layout = std::make_shared<Layout>(parameters_[parameters.front()].parameter.dtype, counts);
+  const Parameter& first = parameters_[parameters.front()].parameter;
+  bucket.layout = std::make_shared<Layout>(first.dtype, counts);
+  bucket.exact = first.exact;
   bucket.name = title + " (" + join(names) + ")";
   bucket.parameters = std::move(parameters);
   return bucket;
@@ -140,8 +151,13 @@ void Reducer::post(uint32_t slot, Bucket& bucket) {
   work->scale = contribution_.scale;
   work->unscale = contribution_.unscale;
   work->want_by_products = settings_.want_by_products;
+  work->accumulate_f64 = settings_.sum_in_f64;
   work->step = round_;
   work->name = bucket.name;
+  if (wire_ && !bucket.exact && has_wire_form(bucket.layout->dtype)) {
+    work->wire = wire_;
+    work->name = std::string("(sent as ") + name_of(*wire_) + ") " + bucket.name;
+  }
   work->pointers.reserve(bucket.parameters.size());
   for (const uint32_t index : bucket.parameters) {
     work->pointers.push_back(parameters_[index].gradient);

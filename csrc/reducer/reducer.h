@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ namespace hvd {
 struct ReducerSettings {
   uint64_t bucket_bytes = 25u << 20;
   bool want_by_products = false;
+  bool sum_in_f64 = false;
   uint64_t timeout_ns = 1'800'000'000'000u;
 };
 
@@ -40,6 +42,7 @@ class Reducer {
     uint64_t count;  // elements
     DType dtype;
     uint32_t group;
+    bool exact = false;  // see PlanParameter
   };
 
   Reducer(std::shared_ptr<Communicator> communicator, std::unique_ptr<RecordChannel> channel,
@@ -79,6 +82,9 @@ class Reducer {
     bool unscale = false;  // the same on all ranks
   };
   void set_contribution(const Contribution& contribution);
+  // The type in which gradients of f32 and f64 travel in the rounds from now on, except exact ones;
+  // none: as they are. The same on all ranks, between rounds only.
+  void set_wire(std::optional<DType> wire);
   // Of the last exchange: the sum of the ranks' weights, the scale of the result unless it was
   // undone, and whether the ranks came with different ones.
   double total_weight() const { return total_weight_; }
@@ -135,6 +141,7 @@ class Reducer {
     std::vector<uint32_t> parameters;
     std::shared_ptr<const Layout> layout;
     std::string name;
+    bool exact = false;
     uint32_t ready = 0;
     std::shared_ptr<Work> work;  // posted in this round
   };
@@ -181,6 +188,7 @@ class Reducer {
   uint64_t round_ = 0;
   Request last_request_;
   Contribution contribution_;
+  std::optional<DType> wire_;
   double total_weight_ = 0;
   double agreed_scale_ = 1;
   bool scales_differ_ = false;

@@ -63,6 +63,12 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             process_group_backend: backend of torch.distributed's default group ("auto": Gloo).
             sparse_as_dense: turn sparse gradients into dense ones before they are averaged (False:
                 they stay sparse).
+            wire_dtype: type in which gradients of fp32 and fp64 travel between the ranks: "fp16",
+                "bf16", or a schedule by optimizer step (the Trainer's global_step) such as
+                {0: null, 1000: bf16}, which is full precision first and 16 bit later (None: as
+                they are). Gradients and their means keep their own type.
+            sum_dtype: type in which gradients are added up: "fp32" or "fp64" (None: fp64 for
+                gradients of fp64, fp32 for others).
             gradient_average: what the mean of the gradients is taken over: "ranks" (the default),
                 or "items" (tokens, samples), whose number each training step reports: under the key
                 "num_items" of what it returns, or by `strategy.set_items(n)`.
@@ -104,6 +110,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             abort_grace_seconds: float | None = None,
             process_group_backend: str | None = None,
             sparse_as_dense: bool | None = None,
+            wire_dtype: dict[int, str | None] | str | None = None,
+            sum_dtype: Literal["none", "fp32", "fp64"] | None = None,
             gradient_average: Literal["ranks", "items"] | None = None,
             log_grad_norm: bool | None = None,
             consistency_check_every_n_steps: int | None = None,
@@ -150,6 +158,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 abort_grace_seconds=abort_grace_seconds,
                 process_group_backend=process_group_backend,
                 sparse_as_dense=sparse_as_dense,
+                wire_dtype=wire_dtype,
+                sum_dtype=sum_dtype,
                 gradient_average=gradient_average,
                 log_grad_norm=log_grad_norm,
                 consistency_check_every_n_steps=consistency_check_every_n_steps,

@@ -83,8 +83,8 @@ class DataParallelStrategy(ReportingStrategy):
         if ddp_comm_hook is not None:
             raise ValueError(
                 "ddp_comm_hook is not accepted: hooks of DistributedDataParallel work on its own "
-                "buckets. Compressed gradients will be the argument wire_dtype, which this version "
-                "does not have yet; leave ddp_comm_hook out."
+                "buckets. Leave it out; to send gradients in 16 bits, as bf16_compress_hook and "
+                "fp16_compress_hook do, use wire_dtype='bf16' or wire_dtype='fp16'."
             )
         set_level()
         for name, value in not_needed.items():
@@ -298,11 +298,12 @@ class DataParallelStrategy(ReportingStrategy):
                 trainer, self.precision_plugin, self._tree, self._options["log_grad_norm"]
             )
             named = self._named_parameters(self.model)
+            ballots: list[tuple[str, nn.Parameter]] = []
             if self._item_counts is None:
                 self._votes = StepVotes(self._session.size, self._after_backward.scaled)
-                named += self._votes.named_parameters()
+                ballots = self._votes.named_parameters()
             self._reducer = GradientReducer(
-                named,
+                named + ballots,
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -310,9 +311,13 @@ class DataParallelStrategy(ReportingStrategy):
                 bucket_cap_mb=self._options["bucket_cap_mb"],
                 timeout=self._options["timeout"],
                 sparse_as_dense=self._options["sparse_as_dense"],
+                wire_dtype=self._options["wire_dtype"],
+                sum_dtype=self._options["sum_dtype"],
+                full_precision=[vote for _, vote in ballots],
                 gradient_average=self._options["gradient_average"],
                 gradient_norms=self._after_backward.wants_norms,
             )
+            self._reducer.set_step(lambda: trainer.global_step)
             self._after_backward.attach(self._reducer)
             self._attach_reports(trainer, self._reducer)
             if self._options["rank_seeds"]:

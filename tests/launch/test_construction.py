@@ -116,6 +116,31 @@ def test_what_the_command_line_prints_can_be_read_again(
     assert strategy._options["timeout"] == timedelta(minutes=5, seconds=30)
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["{0: null, 1000: bf16}", "{1000: bf16}", '"0:none,1000:bf16"', '{"0": none, "1000": bf16}'],
+)
+def test_command_line_with_a_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    text = BY_CLASS_PATH.format(class_path="hvd_strategy.HvdStrategy")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{text}      wire_dtype: {written}\n      sum_dtype: fp64\n")
+    arguments = ["--config", str(config)]
+    strategy = command_line(*arguments).trainer.strategy
+    assert strategy._options["wire_dtype"] == "0:none,1000:bf16"
+    assert strategy._options["sum_dtype"] == "fp64"
+    with pytest.raises(SystemExit):
+        command_line(*arguments, "--print_config")
+    config.write_text(capsys.readouterr().out)
+    assert command_line(*arguments).trainer.strategy._options == strategy._options
+    by_name = ["--trainer.strategy", "hvd_strategy.HvdStrategy", "--trainer.strategy.wire_dtype"]
+    for value in ("bf16", "0:none,5:fp16", "{0: null, 5: fp16}"):
+        options = command_line(*by_name, value, "--trainer.accelerator", "cpu").trainer.strategy
+        expected = value if value == "bf16" else "0:none,5:fp16"
+        assert options._options["wire_dtype"] == expected
+
+
 def test_command_line_help_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line("--trainer.strategy.help", "hvd_strategy.HvdStrategy")

@@ -49,6 +49,8 @@ SPARSE = torch.eye(2).to_sparse()
 A_SCHEDULE = "a dictionary of optimizer steps and precisions, one of the steps 0"
 A_RECORD = "a list of what JSON can write"
 KNOWN = "one that the reducer was given"
+AMONG = "parameters that are among named_parameters"
+STEPS = "a number of steps, or a function that tells it"
 FROM_0 = "a number from 0 on"
 ABOVE_0 = "a number above 0"
 
@@ -105,6 +107,13 @@ CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
         "session": [("mine", "what open_session() returns")],
         "module": [(nn.Linear, "a torch.nn.Module"), ("model", "a torch.nn.Module")],
         "broadcast_parameters": [("yes", A_BOOL), (1, A_BOOL), (None, A_BOOL)],
+        "full_precision": [
+            (3, AMONG),
+            ("weight", AMONG),
+            ([nn.Parameter(torch.ones(1))], AMONG),
+            (["weight"], AMONG),
+            (torch.ones(1), AMONG),
+        ],
         "gradient_norms": [("yes", A_BOOL)],
         "force": [(2, A_BOOL)],
     },
@@ -122,6 +131,7 @@ CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
         "times": [(0, ABOVE_0), (None, ABOVE_0)],
     },
     "GradientReducer.set_weight": {"weight": [(-1, FROM_0), (True, FROM_0), ("1", FROM_0)]},
+    "GradientReducer.set_step": {"step": [(-1, STEPS), (True, STEPS), (1.0, STEPS), ("1", STEPS)]},
     "GradientReducer.attach_scaler": {"scaler": [(torch.amp.GradScaler("cpu"), "or None")]},
     "GradientReducer.set_scale": {"scale": [(0, ABOVE_0), ("2", ABOVE_0)]},
     "GradientReducer.scale_kept": {"scale": [(-2, ABOVE_0), (float("inf"), ABOVE_0)]},
@@ -229,6 +239,7 @@ def call(name: str, **arguments: Any) -> Any:
                 "run": torch.Tensor.backward,
             },
             "set_weight": {"weight": 2},
+            "set_step": {"step": 3},
             "attach_scaler": {"scaler": None},
             "set_scale": {"scale": 2.0},
             "scale_kept": {"scale": 2.0},

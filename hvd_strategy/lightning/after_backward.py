@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hvd_strategy.engine import GradientReducer
 from hvd_strategy.grad_scaler import GradScaler
@@ -74,12 +73,6 @@ class AfterBackward:
                 reducer.clip_grad_norm_(inner, float(clip_val))
 
             self._replacements.put(self._plugin, "clip_grad_by_norm", clip)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Returns the loss as the plugin's scaler scales it; without one, as it is."""
-        scaler = getattr(self._plugin, "scaler", None)
-        scaled: Tensor = loss if scaler is None else scaler.scale(loss)
-        return scaled
 
     def detach(self) -> None:
         """Gives the plugin its own back, with the scale as it is now. Idempotent."""

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from hvd_strategy import HvdError, MismatchError, RankFailedError
 from tests.multi.pool import Ranks
 from tests.multi.trainer_cases import (
     FEATURES,
@@ -169,3 +173,161 @@ def test_join(
     assert_as_single_process(results, one_process(model, counts, **arguments))
     for rank, result in enumerate(results):
         assert result.extra == list(range(counts[rank])) * 2
+
+
+# ---- the loop of a rank that has run out
+
+
+class Watching(Callback):
+    """What the hooks see, by batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        assert trainer.strategy.idle == (len(batch[0]) == 0)
+        self.seen.append(("start", batch_idx, len(batch[0])))
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert tuple(batch[0].shape[1:]) == (FEATURES,)
+        self.seen.append(("end", batch_idx, len(outputs), trainer.is_last_batch))
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append(("validation", trainer.global_step))
+
+
+class Logging(Uneven):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer.validating or len(batch[0])
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        value = float(10 * batch_idx + self.global_rank)
+        self.log("value", value, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+
+def fit_logging(kind: str, counts: list[int], folder: str) -> Any:
+    torch.manual_seed(own_rank())
+    watching = Watching()
+    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(
+        use_distributed_sampler=False,
+        enable_checkpointing=True,
+        callbacks=[watching, checkpoint],
+        logger=CSVLogger(folder, "", ""),
+        log_every_n_steps=1,
+        val_check_interval=0.5 if kind == "map" else 2,
+    )
+    count = counts[own_rank()]
+    trainer.fit(Logging(), loader_of(kind, own_rank(), count), loader(8))
+    return watching.seen, {k: float(v) for k, v in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_loop_of_an_idle_rank(ranks: Ranks, kind: str, tmp_path: Any) -> None:
+    counts = [2, 4]  # rank 0 writes, and is idle
+    results = ranks(fit_logging, kind, counts, str(tmp_path))
+    for rank, (seen, metrics) in enumerate(results):
+        expected = []
+        for epoch in range(2):
+            for index in range(4):
+                active = index < counts[rank]
+                expected += [
+                    ("start", index, ROWS if active else 0),
+                    ("end", index, int(active), index == 3),
+                ]
+                if index % 2:
+                    expected.append(("validation", 4 * epoch + index + 1))
+        assert seen == expected
+        # Of the active ranks; and of all samples of the epoch.
+        assert metrics["value_step"] == 31.0
+        assert metrics["value_epoch"] == pytest.approx((0 + 1 + 10 + 11 + 21 + 31) / 6)
+    written = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert written == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    place = lines[0].split(",").index("value_step")
+    values = [line.split(",")[place] for line in lines[1:]]
+    assert [float(value) for value in values if value] == [0.5, 10.5, 21.0, 31.0] * 2
+    told = "epoch 0: rank 0 ran out of batches after 2 of 4; the others went on without it"
+    assert sum(output.count(told) for output in ranks.output) == 1
+
+
+def fit_failing_hook() -> list[str]:
+    class Failing(Uneven):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            outputs["loss"]
+
+    try:
+        run(Failing(), loader_of("map", own_rank(), 2 + own_rank()))
+    except (KeyError, RankFailedError) as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_a_hook_that_needs_a_batch_is_explained(ranks: Ranks) -> None:
+    first, second = ranks(fit_failing_hook, fresh=True)
+    assert first[0] == "KeyError"
+    assert second[0] == "RankFailedError"
+    assert "hooks get a batch without samples" in ranks.output[0]
+
+
+# ---- "stop" and "error"
+
+
+def fit_with(policy: str, kind: str, counts: list[int], model: type[Uneven] = Uneven) -> Any:
+    from hvd_strategy.lightning import HvdStrategy
+
+    torch.manual_seed(own_rank())
+    data = loader_of(kind, own_rank(), counts[own_rank()])
+    try:
+        return run(model(), data, strategy=HvdStrategy(uneven_inputs=policy))
+    except HvdError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "wrongly sized stream"])
+def test_stop(ranks: Ranks, kind: str) -> None:
+    results = ranks(fit_with, "stop", kind, [5, 3])
+    assert_as_single_process(results, one_process(Uneven, [3, 3]))
+    for result in results:
+        assert result.extra == [0, 1, 2] * 2
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_error(ranks: Ranks, kind: str) -> None:
+    for text in ranks(fit_with, "error", kind, [5, 3]):
+        assert text.startswith("MismatchError: The ranks have different numbers of training batch")
+        at_least = "" if kind == "map" else "at least "
+        assert f"rank 0 has {at_least}{5 if kind == 'map' else 4}, rank 1 has 3" in text
+
+
+def test_even_numbers_are_no_error(ranks: Ranks) -> None:
+    for kind in ("map", "stream"):
+        results = ranks(fit_with, "error", kind, [3, 3])
+        assert_as_single_process(results, one_process(Uneven, [3, 3]))
+
+
+class ByHand(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_manual_optimization(ranks: Ranks) -> None:
+    for kind in ("map", "stream"):
+        results = ranks(fit_with, "stop", kind, [5, 3], ByHand)
+        assert_as_single_process(results, one_process(Uneven, [3, 3]))
+        for text in ranks(fit_with, "join", kind, [5, 3], ByHand):
+            assert text.startswith("HvdError: The ranks have different numbers of training batches")
+            assert 'uneven_inputs="stop"' in text
+        assert_ranks_agree(ranks(fit_with, "join", kind, [3, 3], ByHand))

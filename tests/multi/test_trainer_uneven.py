@@ -11,9 +11,16 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+from torchmetrics import MeanAbsoluteError
 
-from hvd_strategy import HvdError, MismatchError, RankFailedError
+from hvd_strategy import HvdError, RankFailedError
 from tests.multi.pool import Ranks
 from tests.multi.trainer_cases import (
     FEATURES,
@@ -25,6 +32,7 @@ from tests.multi.trainer_cases import (
     make_trainer,
     outcome,
     own_rank,
+    rows,
 )
 
 ROWS = 4  # of a batch
@@ -331,3 +339,259 @@ def test_manual_optimization(ranks: Ranks) -> None:
             assert text.startswith("HvdError: The ranks have different numbers of training batches")
             assert 'uneven_inputs="stop"' in text
         assert_ranks_agree(ranks(fit_with, "join", kind, [3, 3], ByHand))
+
+
+# ---- layers and collectives that need all ranks
+
+
+class Normalized(Uneven):
+    """In the reference the loss is that of all batches at once, which are equally large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if isinstance(batch[0], list):
+            batch = [torch.cat(parts) for parts in zip(*batch, strict=True)]
+        return super().training_step(batch, batch_idx)
+
+
+def fit_normalized(counts: list[int]) -> Outcome:
+    torch.manual_seed(own_rank())
+    data = loader_of("map", own_rank(), counts[own_rank()])
+    return run(Normalized(), data, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize(("ranks", "counts"), [(2, [1, 3]), (3, [2, 4, 3])], indirect=["ranks"])
+def test_synchronised_layers(ranks: Ranks, counts: list[int]) -> None:
+    results = ranks(fit_normalized, counts)
+    assert_as_single_process(results, one_process(Normalized, counts))
+
+
+class Meeting(Uneven):
+    """Calls a collective in each step."""
+
+    kind = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.kind == "barrier":
+            self.trainer.strategy.barrier()
+        elif self.kind == "all_gather":
+            self.all_gather(torch.ones(2))
+        elif self.kind == "torch":
+            torch.distributed.all_reduce(torch.ones(2))
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        if self.kind == "after backward":
+            self.trainer.strategy.barrier()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kind == "batch end":
+            self.trainer.strategy.barrier()
+
+
+def fit_meeting(kind: str, counts: list[int]) -> str:
+    torch.manual_seed(own_rank())
+    model = Meeting()
+    model.kind = kind
+    try:
+        run(model, loader_of("map", own_rank(), counts[own_rank()]))
+    except (HvdError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{model.trained}"
+
+
+@pytest.mark.parametrize("kind", ["barrier", "all_gather", "after backward"])
+def test_collectives_without_the_idle_rank(ranks: Ranks, kind: str) -> None:
+    active, idle = ranks(fit_meeting, kind, [4, 2], fresh=True)
+    assert active.startswith("HvdError: Rank 0: a collective operation was called in training_step")
+    for text in (active, idle):
+        assert "rank 1 had run out of batches" in text
+        assert 'HvdStrategy(uneven_inputs="stop")' in text
+    assert idle.startswith("RankFailedError")
+
+
+def test_collectives_where_all_ranks_are(ranks: Ranks) -> None:
+    first, second = ranks(fit_meeting, "batch end", [4, 2])
+    assert (first, second) == (str([0, 1, 2, 3] * 2), str([0, 1] * 2))
+
+
+# ---- other weights in the same step
+
+
+class SkipsToo(Uneven):
+    """Rank 0 returns None for its second batch, all ranks do for the fourth."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if batch_idx == 3:
+            return None
+        if isinstance(batch[0], list):
+            return super().training_step(batch[1:] if batch_idx == 1 else batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 0:
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+def fit_scaled(counts: list[int]) -> Outcome:
+    torch.manual_seed(own_rank())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    model = Uneven()
+    data = loader_of("map", own_rank(), counts[own_rank()])
+    trainer = make_trainer(
+        use_distributed_sampler=False, plugins=[precision], gradient_clip_val=0.1
+    )
+    trainer.fit(model, data)
+    return outcome(trainer, model, extra=scaler.get_scale())
+
+
+def test_steps_that_are_skipped_besides(ranks: Ranks) -> None:
+    results = ranks(fit_uneven, SkipsToo, "map", [5, 6], {})
+    expected = one_process(SkipsToo, [5, 6])
+    for result in (*results, expected):
+        result.extra = None
+    assert_as_single_process(results, expected)
+
+
+def test_loss_scaling(ranks: Ranks) -> None:
+    results = ranks(fit_scaled, [2, 4])
+    assert_ranks_agree(results)
+    expected = one_process(Uneven, [2, 4], gradient_clip_val=0.1, precision="bf16-mixed")
+    assert results[0].global_step == expected.global_step
+    for name, value in expected.state.items():  # within what 16 bit leave
+        torch.testing.assert_close(results[0].state[name], value, rtol=0, atol=5e-3)
+
+
+# ---- evaluation
+
+
+class Evaluating(Uneven):
+    """Validates, tests and predicts; with a metric of torchmetrics besides the logged mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanAbsoluteError()
+        self.evaluated = 0
+
+    def _evaluate(self, name: str, batch: list[Tensor]) -> None:
+        self.evaluated += len(batch[0])
+        predicted = self.head(self.body(batch[0]))
+        self.error(predicted, batch[1])
+        self.log(f"{name}_error", self.error)
+        self.log(f"{name}_loss", nn.functional.mse_loss(predicted, batch[1]), sync_dist=True)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+
+def evaluate(count: int, arguments: Any, own_sampler: str = "") -> Any:
+    """Samples seen in validate, in test and in a fit; the metrics of the former two."""
+    torch.manual_seed(0)
+    model = Evaluating()
+    data: Any = rows(count)
+    if own_sampler == "distributed":
+        data = DataLoader(data, 3, sampler=DistributedSampler(data, shuffle=False))
+    elif own_sampler == "random":
+        data = DataLoader(data, 3, sampler=SubsetRandomSampler(range(count)))
+    elif own_sampler == "batches":
+        data = DataLoader(data, batch_sampler=Pairs(count))
+    else:
+        data = DataLoader(data, 3)
+    seen, metrics = [], {}
+    trainer = make_trainer(**arguments())
+    for function in (trainer.validate, trainer.test):
+        model.evaluated = 0
+        (values,) = function(model, data, verbose=False)
+        seen.append(model.evaluated)
+        metrics |= values
+    model.evaluated = 0
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=-1, **arguments())
+    trainer.fit(model, loader(24), data)
+    seen.append(model.evaluated)
+    return seen, metrics
+
+
+class Pairs:
+    """A batch sampler of another make."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return -(-self.count // 2)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self.count, 2):
+            yield list(range(start, min(start + 2, self.count)))
+
+
+def evaluate_exactly(count: int, own_sampler: str) -> Any:
+    from hvd_strategy.lightning import HvdStrategy
+
+    return evaluate(count, lambda: {"strategy": HvdStrategy(exact_evaluation=True)}, own_sampler)
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+@pytest.mark.parametrize("own_sampler", ["", "distributed", "random", "batches"])
+def test_every_sample_is_evaluated_once(ranks: Ranks, own_sampler: str) -> None:
+    results = ranks(evaluate_exactly, 17, own_sampler)
+    seen, expected = evaluate(17, lambda: {"strategy": "auto", "devices": 1}, "")
+    assert seen == [17, 17, 3 * 17]
+    assert [sum(counts) for counts in zip(*(seen for seen, _ in results), strict=True)] == seen
+    for _, metrics in results:
+        assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate_uneven(policy: str, counts: list[int]) -> Any:
+    from hvd_strategy.lightning import HvdStrategy
+
+    torch.manual_seed(0)
+    model = Evaluating()
+    strategy = HvdStrategy(uneven_inputs=policy)
+    trainer = make_trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False)
+    train = loader_of("map", own_rank(), 2)
+    try:
+        trainer.fit(model, train, loader_of("map", own_rank(), counts[own_rank()]))
+    except HvdError as error:
+        return f"{type(error).__name__}: {error}"
+    return model.evaluated // ROWS, float(trainer.callback_metrics["val_loss"])
+
+
+def test_uneven_validation(ranks: Ranks) -> None:
+    joined = ranks(evaluate_uneven, "join", [3, 1])
+    assert [count for count, _ in joined] == [3, 1]
+    assert joined[0][1] == joined[1][1]
+    assert [count for count, _ in ranks(evaluate_uneven, "stop", [3, 1])] == [1, 1]
+    for text in ranks(evaluate_uneven, "error", [3, 1]):
+        assert text.startswith("MismatchError: The ranks have different numbers of batches to eval")
+        assert "rank 0 has 3, rank 1 has 1" in text
+
+
+class MeetsInValidation(Evaluating):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.all_gather(torch.ones(2))
+
+
+def meet_in_validation() -> str:
+    trainer = make_trainer(max_epochs=1, use_distributed_sampler=False)
+    data = loader_of("map", own_rank(), 1 + 2 * own_rank())
+    try:
+        trainer.validate(MeetsInValidation(), data, verbose=False)
+    except HvdError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_collectives_in_an_uneven_validation(ranks: Ranks) -> None:
+    for text in ranks(meet_in_validation, fresh=True):
+        assert "the ranks have different numbers of batches" in text

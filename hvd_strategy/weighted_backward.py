@@ -129,6 +129,9 @@ class WeightedBackward:
         Args:
             write: Called just before this rank tells the others what it has; None for no notes.
         """
+        require(
+            write is None or callable(write), "write", write, "a function that returns two numbers"
+        )
         self._contribution.attach_notes(write)
 
     @property

@@ -280,7 +280,8 @@ def joined(
         begin_epoch: called with the copy, the function that gives this rank's next batch, and its
             length, whenever an iteration begins; on all ranks.
     """
-    joined_class = _joined_class(type(loader))
+    loader_class: Any = type(loader)
+    joined_class: Any = _joined_class(loader_class)
     copied = joined_class.__new__(joined_class)
     vars(copied).update(vars(loader))
     copied._begin_epoch = begin_epoch
@@ -321,7 +322,12 @@ def _without_samples(value: Any) -> Any:
         if value and all(isinstance(entry, (str, bytes, int, float)) for entry in value):
             return type(value)()  # a column of the batch
         entries = [_without_samples(entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        if type(value) in (list, tuple):
+            return type(value)(entries)
+        try:
+            return type(value)(*entries)  # a named tuple
+        except TypeError:
+            return entries
     return value if isinstance(value, (str, bytes, int, float)) else None
 
 

@@ -328,6 +328,11 @@ class UnevenInputs:
         self._watch.look_for(self._everybody if absent is None else absent)
         try:
             yield
+        except RuntimeError as error:
+            if self._watch.found is None or isinstance(error, HvdError):
+                raise
+            # That of torch.distributed, whose wait broke off when the other ranks ended.
+            raise HvdError(f"Rank {session.rank}: {self._watch.found}.") from error
         finally:
             session.absent = None
 
@@ -339,6 +344,9 @@ class _GroupWatch:
 
     Args:
         session: the ranks; its `absent` says whether there is anything to look for.
+
+    Attributes:
+        found: what the ranks have been told.
     """
 
     _SECONDS = 0.5  # between two looks
@@ -346,6 +354,7 @@ class _GroupWatch:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.found: str | None = None
         self._watched = threading.get_ident()
         self._missed: tuple[int, ...] = ()
         self._ended = threading.Event()
@@ -373,7 +382,8 @@ class _GroupWatch:
             last = place
             text = self._session.absent
             if last is not None and text is not None and looks + 1 >= self._LOOKS:
-                self._session.post_error(f"HvdError: {last[2]}: {text}")
+                self.found = f"{last[2]}: {text}"
+                self._session.post_error(f"HvdError: {self.found}")
                 return
 
     def _place(self) -> tuple[int, int, str] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -595,3 +595,52 @@ def meet_in_validation() -> str:
 def test_collectives_in_an_uneven_validation(ranks: Ranks) -> None:
     for text in ranks(meet_in_validation, fresh=True):
         assert "the ranks have different numbers of batches" in text
+
+
+# ---- ends of the range
+
+
+class Growing(Uneven):
+    """Accumulates more and more, so that what the ranks know of each other is not enough."""
+
+    def configure_callbacks(self) -> Any:
+        return [GradientAccumulationScheduler({0: 2, 1: 3})]
+
+
+def test_growing_accumulation(ranks: Ranks) -> None:
+    results = ranks(fit_uneven, Growing, "stream", [4, 7], {})
+    assert_as_single_process(results, one_process(Growing, [4, 7]))
+
+
+def fit_without_batches(kind: str, counts: list[int]) -> Any:
+    torch.manual_seed(own_rank())
+    model = LogsMeans()
+    data = loader_of(kind, own_rank(), counts[own_rank()])
+    result = run(model, data, data, max_epochs=1)
+    return result, model.evaluated
+
+
+class LogsMeans(Evaluating):
+    """Logs in training as well, a mean and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_training = MeanAbsoluteError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, batch_size=ROWS)
+        self.in_training(loss, torch.zeros(()))
+        self.log("error", self.in_training, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["batches", "stream"])
+def test_a_rank_without_any_batch(ranks: Ranks, kind: str) -> None:
+    results = ranks(fit_without_batches, kind, [0, 3])
+    outcomes = [result for result, _ in results]
+    assert_ranks_agree(outcomes)
+    assert [evaluated for _, evaluated in results] == [0, 3 * ROWS]
+    assert outcomes[0].global_step == 3
+    assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics)
+    assert outcomes[0].metrics.keys() >= {"loss", "error", "val_loss", "val_error"}

@@ -406,6 +406,54 @@ def set_logged_epoch_value(entry: Any, value: Tensor) -> None:
     entry._computed = value
 
 
+# What is the same on all ranks of an entry of a result collection, and JSON can write.
+_FIELDS_OF_LOGGED = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def fields_of_logged(entry: Any) -> dict[str, Any]:
+    """How something was logged, as far as other ranks can use it.
+
+    lightning...logger_connector.result._Metadata.
+    """
+    fields = {name: getattr(entry.meta, name) for name in _FIELDS_OF_LOGGED}
+    return {
+        "meta": {**fields, "reduce_fx": entry.meta.reduce_fx.__name__},
+        "sync": bool(entry.meta.sync.should),
+        "is_tensor": entry.is_tensor,
+    }
+
+
+def add_logged(
+    results: Any, module: Any, key: str, fields: dict[str, Any], sync: Callable[..., Any]
+) -> None:
+    """Adds an entry to a result collection as if something without any weight had been logged.
+
+    `module` has the metric, where it is one; `sync` is the function that reduces values.
+
+    lightning...logger_connector.result._ResultMetric, _Metadata, _Sync.
+    """
+    result = sys.modules[type(results).__module__]
+    meta = result._Metadata(**fields["meta"])
+    meta.sync = result._Sync(_should=fields["sync"], fn=sync)
+    entry = result._ResultMetric(meta, fields["is_tensor"])
+    if not fields["is_tensor"]:
+        for name in meta.metric_attribute.split("."):
+            module = getattr(module, name)
+        entry.value = module
+    results[key] = entry
+
+
 def lightning_evaluation_loops(trainer: Any) -> list[tuple[Any, str, Any]]:
     """Loops that validate or test; the method by which each stores what an epoch logged; where.
 

@@ -53,8 +53,11 @@ class Attachments:
         self._data = data
         self._inputs = inputs
         for loop, method, results in lightning_evaluation_loops(trainer):
-            end_epoch = partial(self._metrics.end_epoch, results)
+            end_epoch = partial(self._end_evaluation, results)
             self._replacements.before(loop, method, self._data.compare_draws, end_epoch)
+
+    def _end_evaluation(self, results: Any) -> None:
+        self._metrics.end_epoch(results, self._inputs.had_batches_to_evaluate())
 
     def attach_to_fit(
         self,

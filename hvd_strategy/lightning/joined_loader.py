@@ -149,10 +149,14 @@ class EpochBatches:
             return note_of(self._own_length or 0, True)
         return note_of(self._read, self._ended)
 
+    @property
+    def listens(self) -> bool:
+        """Whether there is anything to learn from the other ranks' notes."""
+        return not self._reliable
+
     def learn(self, notes: list[int]) -> None:
         """Takes up the notes of all ranks."""
-        if not self._reliable:
-            self.supplies.learn(notes)
+        self.supplies.learn(notes)
 
     def having(self, index: int) -> tuple[int, ...]:
         """The ranks with a batch of this number. Collective where that is not known yet."""

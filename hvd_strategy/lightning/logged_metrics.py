@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, distributed
 
 from hvd_strategy._private_api import (
+    add_logged,
+    fields_of_logged,
     lightning_result_collections,
     logged_epoch_value,
     logged_step_value,
@@ -66,6 +68,8 @@ class LoggedMetrics:
         self._session = session
         self._tree = tree
         self._together = together
+        self._module = trainer.lightning_module
+        self._some_absent = False  # in the last exchange
         self._monitored = _monitored_names(trainer)
         self._mentioned: set[str] = set()
         self._given_batch_size: int | None = None
@@ -130,8 +134,13 @@ class LoggedMetrics:
             results: where they are.
             had_batches: whether this rank had any in the epoch; else it has logged nothing.
         """
-        if self._together():
-            self._exchange_epoch(results, "at the end of an epoch", absent=not had_batches)
+        if not self._together():
+            return
+        when = "at the end of an epoch"
+        if self._exchange_epoch(results, when, absent=not had_batches):
+            # Again, with entries of all ranks.
+            self._give_entries(results, had_batches)
+            self._exchange_epoch(results, when)
 
     # ---- what Lightning calls
 
@@ -239,11 +248,14 @@ class LoggedMetrics:
         when: str,
         entries: dict[str, Any] | None = None,
         absent: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Returns whether some ranks, but not all, were absent; then nothing has been computed."""
         if entries is None:
             entries = _not_computed(results)
         values = {key: _epoch_value(entry) for key, entry in entries.items()}
         _, combined = self._exchange(when, values, absent)
+        if self._some_absent:
+            return True
         # Sorted: each torchmetrics metric synchronises itself, and ranks may have another order.
         for key, entry in sorted(entries.items()):
             if not entry.is_tensor:
@@ -251,6 +263,15 @@ class LoggedMetrics:
                 continue
             value = combined[key].to(entry.value.device, entry.value.dtype)
             set_logged_epoch_value(entry, value)
+        return False
+
+    def _give_entries(self, results: Any, has_some: bool) -> None:
+        """Lets a rank that has logged nothing, for want of batches, know of what others have."""
+        own = {key: fields_of_logged(entry) for key, entry in _not_computed(results).items()}
+        told = self._session.exchange("logged entries", [own if has_some else None])
+        if not has_some:
+            for key, fields in next(entries for (entries,) in told if entries is not None).items():
+                add_logged(results, self._module, key, fields, _left_to_us)
 
     def _exchange(
         self,
@@ -277,6 +298,7 @@ class LoggedMetrics:
         if len(expected) > 1:
             everybody = self._session.allgather_object((when, names))
             raise MismatchError(_difference(everybody))
+        self._some_absent = len({absent for _, absent, _, _ in told}) > 1
         anything = any(numbers for _, _, numbers, _ in told)
         operations = [(key, logged[key].operation) for key in keys]
         if digest not in expected:

@@ -82,6 +82,7 @@ class UnevenInputs:
         self._together: dict[int, int] = {}
         self._evaluated = 0
         self._evaluating: Any = None
+        self._had_some = False
         self._reductions = 0
         self._watch = _GroupWatch(session)
         self._attached = True
@@ -128,9 +129,10 @@ class UnevenInputs:
 
     def learn_from_reduction(self, reducer: GradientReducer) -> None:
         """Takes up what all ranks have told with a reduction, if there was one in this step."""
-        if self._epoch is not None and reducer.reductions != self._reductions:
+        epoch = self._epoch
+        if epoch is not None and epoch.listens and reducer.reductions != self._reductions:
             self._reductions = reducer.reductions
-            self._epoch.learn([note for note, _ in reducer.notes])
+            epoch.learn([note for note, _ in reducer.notes])
 
     @contextmanager
     def among_active(self) -> Generator[None, None, None]:
@@ -296,12 +298,19 @@ class UnevenInputs:
     def _begin_evaluation(self, loop: Any) -> None:
         self._evaluating = loop
         self._evaluated = 0
+        self._had_some = False
+
+    def had_batches_to_evaluate(self) -> bool:
+        """Whether this rank has evaluated any batch since it was last asked."""
+        had, self._had_some = self._had_some, False
+        return had
 
     @contextmanager
     def evaluating(self) -> Generator[None, None, None]:
         """For one batch of an evaluation."""
         together = self._together.get(id(self._evaluating))
         self._evaluated += 1
+        self._had_some = True
         if together is None or self._evaluated <= together:
             yield
             return

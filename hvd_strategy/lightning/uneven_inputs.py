@@ -77,11 +77,10 @@ class UnevenInputs:
         self._active = self._everybody
         self.idle = False
         self.absent: tuple[int, ...] = ()
-        self._told_epoch: EpochBatches | None = None
-        # Evaluation: batches until the ranks' numbers differ, and how many there were.
+        # By evaluation loop: batches until the ranks' numbers differ.
         self._together: dict[int, int] = {}
-        self._evaluated = 0
-        self._evaluating: Any = None
+        self._evaluating: Any = None  # the loop
+        self._evaluated = 0  # batches, in this evaluation
         self._had_some = False
         self._reductions = 0
         self._watch = _GroupWatch(session)
@@ -155,6 +154,9 @@ class UnevenInputs:
         if not self._attached:
             return None  # used after the run
         trainer = self._trainer
+        if trainer.strategy.reducer is not None:
+            # What was told until now was about the last epoch.
+            self._reductions = trainer.strategy.reducer.reductions
         by_iterator = lightning_reads_by_iterator(trainer)
         reliable = all(has_reliable_length(part) for part in loader.flattened)
         if by_iterator and not reliable:
@@ -236,11 +238,12 @@ class UnevenInputs:
 
     def _end_epoch(self) -> None:
         epoch = self._epoch
-        if epoch is None or not self.absent or epoch is self._told_epoch:
+        if epoch is None or self._policy != "join":
             return
-        self._told_epoch = epoch
         counts = [min(count, epoch.index) for count in epoch.supplies.counts]
         most = max(counts)
+        if min(counts) == most:
+            return
         short = [
             f"rank {rank} ran out of batches after {count} of {most}"
             for rank, count in enumerate(counts)
@@ -267,6 +270,7 @@ class UnevenInputs:
                 "The ranks have different numbers of data loaders to evaluate: "
                 + ", ".join(f"rank {rank} has {len(o)}" for rank, o in enumerate(everybody))
             )
+        self._together.pop(id(loop), None)
         limits = list(lengths)
         together, even = 0, True
         for place, counts in enumerate(zip(*everybody, strict=True)):

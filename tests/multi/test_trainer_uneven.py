@@ -181,6 +181,9 @@ def test_join(
     assert_as_single_process(results, one_process(model, counts, **arguments))
     for rank, result in enumerate(results):
         assert result.extra == list(range(counts[rank])) * 2
+    short = counts.index(min(counts))
+    told = f"rank {short} ran out of batches after {min(counts)} of {max(counts)}; the others went"
+    assert sum(output.count(told) for output in ranks.output) == 2  # one line per epoch
 
 
 # ---- the loop of a rank that has run out

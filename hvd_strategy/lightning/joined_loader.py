@@ -98,6 +98,7 @@ class EpochBatches:
         reliable: whether that is so.
         window: tells how many batches make an optimizer step.
         no_stand_in: why this run cannot go on without a batch on some rank; None if it can.
+        done: number of batches of this epoch that were done before, in a run that is resumed.
 
     Attributes:
         length: number of batches until the epoch ends for all ranks, None if that is not known.
@@ -118,6 +119,7 @@ class EpochBatches:
         reliable: bool,
         window: Callable[[], int],
         no_stand_in: str | None,
+        done: int = 0,
     ) -> None:
         self._session = session
         self._policy = policy
@@ -139,6 +141,8 @@ class EpochBatches:
         self.length: int | None = (min if policy == "stop" else max)(lengths) if known else None
         if self._reliable:
             self.supplies.learn([note_of(other, True) for other in lengths])
+            # Otherwise the numbers are those of what is left.
+            self.index = done % self.length if self.length else 0
             self._refuse_differences(max(lengths))
         else:
             self._meet()
@@ -268,6 +272,21 @@ class _Joined(_Base):
         self._epoch = None
         super().reset()
 
+    def __reduce__(self) -> Any:
+        # Copies are for other runs, and as Lightning made them.
+        state = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("_begin_epoch", "_epoch")
+        }
+        return _of_lightnings, (type(self).__mro__[2], state)
+
+
+def _of_lightnings(loader_class: Any, state: dict[str, Any]) -> Any:
+    loader = loader_class.__new__(loader_class)
+    vars(loader).update(state)
+    return loader
+
 
 @cache
 def _joined_class(loader_class: Any) -> type[Any]:
@@ -295,12 +314,7 @@ def joined(
 
 def has_reliable_length(loader: Any) -> bool:
     """Whether the loader will give exactly as many batches as its length says."""
-    if (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.dataset, IterableDataset)
-        # One that can go on in the middle, after its state was loaded.
-        or hasattr(loader, "load_state_dict")
-    ):
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)

@@ -166,6 +166,7 @@ class UnevenInputs:
             no_stand_in = "training_step reads its batches from dataloader_iter"
         elif not trainer.lightning_module.automatic_optimization:
             no_stand_in = "With manual optimization it is training_step that steps the optimizers"
+        loop = trainer.fit_loop.epoch_loop
         self._epoch = EpochBatches(
             self._session,
             self._policy,
@@ -174,6 +175,7 @@ class UnevenInputs:
             reliable,
             lambda: int(trainer.accumulate_grad_batches),
             no_stand_in,
+            loop.batch_progress.current.ready if loop.restarting else 0,
         )
         return self._epoch
 

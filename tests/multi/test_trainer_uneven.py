@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -648,3 +651,57 @@ def test_a_rank_without_any_batch(ranks: Ranks, kind: str) -> None:
     first, second = (result.metrics for result in outcomes)
     assert first.keys() >= {"loss_epoch", "error_epoch", "val_loss", "val_error"}
     assert first == pytest.approx({name: second[name] for name in first})
+
+
+# ---- a run that is resumed in the middle of an epoch
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class StatefulLoader(DataLoader):
+    """One that can start in the middle of an epoch."""
+
+    given = skipped = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["given"] % len(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.skipped, self.given = self.skipped, 0, 0
+        for batch in super().__iter__():
+            self.given += 1
+            if self.given > skipped:
+                yield batch
+
+
+def fit_and_resume(path: str, step: int, counts: list[int]) -> Any:
+    outcomes = []
+    for resume in (False, True):
+        torch.manual_seed(own_rank() + 10 * resume)
+        inputs = torch.arange(4.0 * counts[own_rank()] * FEATURES).view(-1, FEATURES) / 100
+        data = StatefulLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4)
+        model = Uneven()
+        callbacks = [] if resume else [SaveAt(step, f"{path}")]
+        trainer = make_trainer(use_distributed_sampler=False, callbacks=callbacks)
+        trainer.fit(model, data, ckpt_path=path if resume else None, weights_only=False)
+        ours = trainer.fit_loop._combined_loader
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert type(copied) is CombinedLoader
+        outcomes.append(outcome(trainer, model, extra=len(model.trained)))
+    return outcomes
+
+
+def test_resumed_in_the_middle_of_an_epoch(ranks: Ranks, tmp_path: Any) -> None:
+    results = ranks(fit_and_resume, str(tmp_path / "part.ckpt"), 4, [6, 5])
+    assert_ranks_agree([outcome for pair in results for outcome in pair])
+    assert [[outcome.extra for outcome in pair] for pair in results] == [[12, 8], [10, 6]]

@@ -106,7 +106,8 @@ class EpochBatches:
         index: number of the batch that is given next.
 
     Raises:
-        MismatchError: with "error", the ranks are known to have different numbers of batches.
+        MismatchError: with "error", the ranks are known to have different numbers of batches; or
+            their policies differ.
         HvdError: they are, and there is no way to go on.
     """
 
@@ -134,9 +135,13 @@ class EpochBatches:
         self.index = 0
         self.supplies = Supplies(session.size)
         reliable = reliable and length is not None
-        everybody = session.exchange("batches of an epoch", [length, reliable])
-        self._reliable = all(other for _, other in everybody)
-        lengths = [other for other, _ in everybody]
+        everybody = session.exchange("batches of an epoch", [length, reliable, policy])
+        policies = [other for _, _, other in everybody]
+        if len(set(policies)) > 1:
+            told = ", ".join(f"rank {rank} has {other!r}" for rank, other in enumerate(policies))
+            raise MismatchError(f"uneven_inputs differs between the ranks: {told}.")
+        self._reliable = all(other for _, other, _ in everybody)
+        lengths = [other for other, _, _ in everybody]
         known = None not in lengths
         self.length: int | None = (min if policy == "stop" else max)(lengths) if known else None
         if self._reliable:

@@ -319,6 +319,15 @@ def test_error(ranks: Ranks, kind: str) -> None:
         assert f"rank 0 has {at_least}{5 if kind == 'map' else 4}, rank 1 has 3" in text
 
 
+def fit_with_policies_of_their_own() -> Any:
+    return fit_with("stop" if own_rank() else "join", "map", [3, 3])
+
+
+def test_policies_that_differ(ranks: Ranks) -> None:
+    for text in ranks(fit_with_policies_of_their_own):
+        assert text.startswith("MismatchError: uneven_inputs differs between the ranks: rank 0 has")
+
+
 def test_even_numbers_are_no_error(ranks: Ranks) -> None:
     for kind in ("map", "stream"):
         results = ranks(fit_with, "error", kind, [3, 3])

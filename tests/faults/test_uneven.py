@@ -10,7 +10,8 @@ from tests.faults.fork_server import ForkServer
 def meet_in_gloo() -> None:
     import os
 
-    from tests.multi.test_trainer_uneven import Meeting, loader_of, run
+    from tests.multi.test_trainer_uneven import Meeting
+    from tests.multi.uneven_cases import loader_of, run
 
     rank = int(os.environ["RANK"])
     model: Any = Meeting()

@@ -16,9 +16,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
     TensorDataset,
 )
 from torchmetrics import MeanAbsoluteError
@@ -28,135 +25,24 @@ from tests.multi.pool import Ranks
 from tests.multi.trainer_cases import (
     FEATURES,
     Outcome,
-    Regression,
     assert_as_single_process,
     assert_ranks_agree,
     loader,
     make_trainer,
     outcome,
     own_rank,
-    rows,
 )
-
-ROWS = 4  # of a batch
-
-
-def batch_of(rank: int, index: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * rank + index)
-    inputs = torch.randn(ROWS, FEATURES, generator=generator)
-    return [inputs, inputs.sum(1, keepdim=True)]
-
-
-def batches_of(rank: int, count: int) -> list[list[Tensor]]:
-    return [batch_of(rank, index) for index in range(count)]
-
-
-def together(counts: list[int]) -> DataLoader:
-    """What one process trains on: in each step the batches of all ranks that have one."""
-    steps = [
-        [batch_of(rank, index) for rank, count in enumerate(counts) if count > index]
-        for index in range(max(counts))
-    ]
-    return DataLoader(steps, None)
-
-
-class Foreign:
-    """A loader of another make, with a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class Stream(IterableDataset):
-    """The rows of some batches, with or without a length; it may be a wrong one."""
-
-    def __init__(self, batches: list[list[Tensor]], length: int | None) -> None:
-        self.batches = batches
-        self.length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        for inputs, targets in self.batches:
-            yield from zip(inputs, targets, strict=True)
-
-    def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError("unknown")
-        return self.length
-
-
-def loader_of(kind: str, rank: int, count: int) -> Any:
-    batches = batches_of(rank, count)
-    if kind == "batches":
-        return DataLoader(batches, None)
-    if kind == "foreign":
-        return Foreign(batches)
-    if kind == "map":
-        inputs = torch.cat([batch[0] for batch in batches])
-        targets = torch.cat([batch[1] for batch in batches])
-        return DataLoader(TensorDataset(inputs, targets), ROWS)
-    if kind == "stream":
-        return DataLoader(Stream(batches, None), ROWS)
-    if kind == "sized stream":
-        return DataLoader(Stream(batches, count * ROWS), ROWS)
-    assert kind == "wrongly sized stream"
-    return DataLoader(Stream(batches, 10 * ROWS), ROWS)
-
-
-class Uneven(Regression):
-    """In the reference the loss is the mean of those of the ranks that have a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained: list[int] = []
-        self.hooks: list[tuple[str, int, int, bool]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        self.trained.append(batch_idx)
-        shares = batch if isinstance(batch[0], list) else [batch]
-        losses = [self.rank_loss(*share, 0, batch_idx) for share in shares]
-        return torch.stack(losses).mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.rank_loss(*batch, 0, batch_idx), sync_dist=True)
-
-
-class Momentum(Uneven):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
-
-
-class Scheduled(Uneven):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, int(steps))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def run(
-    model: Uneven, data: Any, validation: Any = None, test: Any = None, **arguments: Any
-) -> Outcome:
-    trainer = make_trainer(use_distributed_sampler=False, **arguments)
-    trainer.fit(model, data, validation)
-    return outcome(trainer, model, extra=model.trained)
-
-
-def fit_uneven(
-    model: type[Uneven], kind: str, counts: list[int], arguments: dict[str, Any]
-) -> Outcome:
-    torch.manual_seed(own_rank())
-    return run(model(), loader_of(kind, own_rank(), counts[own_rank()]), **arguments)
-
-
-def one_process(model: type[Uneven], counts: list[int], **arguments: Any) -> Outcome:
-    torch.manual_seed(0)
-    return run(model(), together(counts), strategy="auto", devices=1, **arguments)
+from tests.multi.uneven_cases import (
+    ROWS,
+    Evaluating,
+    Momentum,
+    Scheduled,
+    Uneven,
+    fit_uneven,
+    loader_of,
+    one_process,
+    run,
+)
 
 
 @pytest.mark.parametrize(
@@ -482,134 +368,6 @@ def test_loss_scaling(ranks: Ranks) -> None:
     assert results[0].global_step == expected.global_step
     for name, value in expected.state.items():  # within what 16 bit leave
         torch.testing.assert_close(results[0].state[name], value, rtol=0, atol=5e-3)
-
-
-# ---- evaluation
-
-
-class Evaluating(Uneven):
-    """Validates, tests and predicts; with a metric of torchmetrics besides the logged mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = MeanAbsoluteError()
-        self.evaluated = 0
-
-    def _evaluate(self, name: str, batch: list[Tensor]) -> None:
-        self.evaluated += len(batch[0])
-        predicted = self.head(self.body(batch[0]))
-        self.error(predicted, batch[1])
-        self.log(f"{name}_error", self.error)
-        self.log(f"{name}_loss", nn.functional.mse_loss(predicted, batch[1]), sync_dist=True)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
-
-
-def evaluate(count: int, arguments: Any, own_sampler: str = "") -> Any:
-    """Samples seen in validate, in test and in a fit; the metrics of the former two."""
-    torch.manual_seed(0)
-    model = Evaluating()
-    data: Any = rows(count)
-    if own_sampler == "distributed":
-        data = DataLoader(data, 3, sampler=DistributedSampler(data, shuffle=False))
-    elif own_sampler == "random":
-        data = DataLoader(data, 3, sampler=SubsetRandomSampler(range(count)))
-    elif own_sampler == "batches":
-        data = DataLoader(data, batch_sampler=Pairs(count))
-    else:
-        data = DataLoader(data, 3)
-    seen, metrics = [], {}
-    trainer = make_trainer(**arguments())
-    for function in (trainer.validate, trainer.test):
-        model.evaluated = 0
-        (values,) = function(model, data, verbose=False)
-        seen.append(model.evaluated)
-        metrics |= values
-    model.evaluated = 0
-    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=-1, **arguments())
-    trainer.fit(model, loader(24), data)
-    seen.append(model.evaluated)
-    return seen, metrics
-
-
-class Pairs:
-    """A batch sampler of another make."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return -(-self.count // 2)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.count, 2):
-            yield list(range(start, min(start + 2, self.count)))
-
-
-def evaluate_exactly(count: int, own_sampler: str) -> Any:
-    from hvd_strategy.lightning import HvdStrategy
-
-    return evaluate(count, lambda: {"strategy": HvdStrategy(exact_evaluation=True)}, own_sampler)
-
-
-@pytest.mark.parametrize("ranks", [3], indirect=True)
-@pytest.mark.parametrize("own_sampler", ["", "distributed", "random", "batches"])
-def test_every_sample_is_evaluated_once(ranks: Ranks, own_sampler: str) -> None:
-    results = ranks(evaluate_exactly, 17, own_sampler)
-    seen, expected = evaluate(17, lambda: {"strategy": "auto", "devices": 1}, "")
-    assert seen == [17, 17, 3 * 17]
-    assert [sum(counts) for counts in zip(*(seen for seen, _ in results), strict=True)] == seen
-    for _, metrics in results:
-        assert metrics == pytest.approx(expected, rel=1e-5)
-
-
-def evaluate_uneven(policy: str, counts: list[int]) -> Any:
-    from hvd_strategy.lightning import HvdStrategy
-
-    torch.manual_seed(0)
-    model = Evaluating()
-    strategy = HvdStrategy(uneven_inputs=policy)
-    trainer = make_trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False)
-    train = loader_of("map", own_rank(), 2)
-    try:
-        trainer.fit(model, train, loader_of("map", own_rank(), counts[own_rank()]))
-    except HvdError as error:
-        return f"{type(error).__name__}: {error}"
-    return model.evaluated // ROWS, float(trainer.callback_metrics["val_loss"])
-
-
-def test_uneven_validation(ranks: Ranks) -> None:
-    joined = ranks(evaluate_uneven, "join", [3, 1])
-    assert [count for count, _ in joined] == [3, 1]
-    assert joined[0][1] == joined[1][1]
-    assert [count for count, _ in ranks(evaluate_uneven, "stop", [3, 1])] == [1, 1]
-    for text in ranks(evaluate_uneven, "error", [3, 1]):
-        assert text.startswith("MismatchError: The ranks have different numbers of batches to eval")
-        assert "rank 0 has 3, rank 1 has 1" in text
-
-
-class MeetsInValidation(Evaluating):
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.all_gather(torch.ones(2))
-
-
-def meet_in_validation() -> str:
-    trainer = make_trainer(max_epochs=1, use_distributed_sampler=False)
-    data = loader_of("map", own_rank(), 1 + 2 * own_rank())
-    try:
-        trainer.validate(MeetsInValidation(), data, verbose=False)
-    except HvdError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_collectives_in_an_uneven_validation(ranks: Ranks) -> None:
-    for text in ranks(meet_in_validation, fresh=True):
-        assert "the ranks have different numbers of batches" in text
 
 
 # ---- ends of the range

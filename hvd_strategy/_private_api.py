@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -37,6 +39,14 @@ def run_exit_functions() -> None:
 
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+
+
+def stack_of_thread(identity: int) -> FrameType | None:
+    """The innermost frame that a thread of this process executes, None when it has ended.
+
+    sys._current_frames; tested with Python 3.11.
+    """
+    return sys._current_frames().get(identity)
 
 
 # ---- of torch
@@ -427,6 +437,54 @@ def set_logged_epoch_value(entry: Any, value: Tensor) -> None:
     entry._computed = value
 
 
+# What is the same on all ranks of an entry of a result collection, and JSON can write.
+_FIELDS_OF_LOGGED = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def fields_of_logged(entry: Any) -> dict[str, Any]:
+    """How something was logged, as far as other ranks can use it.
+
+    lightning...logger_connector.result._Metadata.
+    """
+    fields = {name: getattr(entry.meta, name) for name in _FIELDS_OF_LOGGED}
+    return {
+        "meta": {**fields, "reduce_fx": entry.meta.reduce_fx.__name__},
+        "sync": bool(entry.meta.sync.should),
+        "is_tensor": entry.is_tensor,
+    }
+
+
+def add_logged(
+    results: Any, module: Any, key: str, fields: dict[str, Any], sync: Callable[..., Any]
+) -> None:
+    """Adds an entry to a result collection as if something without any weight had been logged.
+
+    `module` has the metric, where it is one; `sync` is the function that reduces values.
+
+    lightning...logger_connector.result._ResultMetric, _Metadata, _Sync.
+    """
+    result = sys.modules[type(results).__module__]
+    meta = result._Metadata(**fields["meta"])
+    meta.sync = result._Sync(_should=fields["sync"], fn=sync)
+    entry = result._ResultMetric(meta, fields["is_tensor"])
+    if not fields["is_tensor"]:
+        for name in meta.metric_attribute.split("."):
+            module = getattr(module, name)
+        entry.value = module
+    results[key] = entry
+
+
 def lightning_evaluation_loops(trainer: Any) -> list[tuple[Any, str, Any]]:
     """Loops that validate or test; the method by which each stores what an epoch logged; where.
 
@@ -436,6 +494,69 @@ def lightning_evaluation_loops(trainer: Any) -> list[tuple[Any, str, Any]]:
     """
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     return [(loop, "_store_dataloader_outputs", loop._results) for loop in loops]
+
+
+def replace_lightning_train_data(
+    replacements: Replacements, trainer: Any, join: Callable[[Any, str], Any]
+) -> None:
+    """Passes what a fit reads through a function that returns a CombinedLoader.
+
+    `join` gets it with the mode in which Lightning would combine loaders that are none yet.
+
+    lightning.pytorch.loops.fit_loop._FitLoop._data_source, whose `dataloader` is replaced, and what
+    `setup_data` does with the result.
+    """
+    replacements.around(
+        trainer.fit_loop._data_source,
+        "dataloader",
+        lambda original: join(original(), "max_size_cycle"),
+    )
+
+
+def lightning_reads_by_iterator(trainer: Any) -> bool:
+    """Whether the `training_step` of the running fit takes an iterator, and no batch.
+
+    lightning.pytorch.loops.fit_loop._FitLoop._data_fetcher;
+    lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    fetchers = sys.modules[type(trainer.fit_loop).__module__.rpartition(".")[0] + ".fetchers"]
+    return isinstance(fetcher, fetchers._DataLoaderIterDataFetcher)
+
+
+def replace_lightning_batch_hook(
+    replacements: Replacements, trainer: Any, hook: Callable[..., Any]
+) -> None:
+    """Replaces what the loops call with a batch before it is moved to the device.
+
+    `hook` is called with the original before the arguments.
+
+    lightning.pytorch.LightningModule._on_before_batch_transfer.
+    """
+    replacements.around(trainer.lightning_module, "_on_before_batch_transfer", hook)
+
+
+def set_up_lightning_evaluation(loop: Any, set_up: Callable[[], None]) -> list[int | None] | None:
+    """Has an evaluation loop set its data up, by its own `setup_data`.
+
+    Returns the number of batches of each data loader, None where it is not known; None for all
+    where the data is that of the last time, or there is none.
+
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._max_batches.
+    """
+    before = loop._max_batches
+    set_up()
+    if loop._max_batches is before:
+        return None
+    return [None if count == float("inf") else int(count) for count in loop._max_batches]
+
+
+def set_lightning_evaluation_limits(loop: Any, limits: list[int | None]) -> None:
+    """Sets how many batches an evaluation loop reads from each data loader, None for all.
+
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._max_batches.
+    """
+    loop._max_batches = [float("inf") if limit is None else limit for limit in limits]
 
 
 def lightning_checkpoint_connector(trainer: Any) -> Any:

@@ -49,6 +49,8 @@ class Contribution:
         self._scaler: Callable[[], GradScaler | None] = lambda: None
         self._scale = 0.0  # of the losses since the last reduction; 0: there was none
         self._weight: float | None = None
+        self._factor: float | None = None
+        self._write_notes: Callable[[], tuple[int, int]] | None = None
         self._told = (1.0, 0.0, False)  # what the core knows: factor, scale, whether to undo it
 
     def attach_scaler(self, scaler: GradScaler | None) -> None:
@@ -59,9 +61,24 @@ class Contribution:
         """Tells by what the next loss is multiplied."""
         self._scale = scale
 
-    def set_weight(self, weight: float | None) -> None:
-        """Sets the weight of this rank in the mean, until the next reduction; None for 1."""
+    def set_weight(self, weight: float | None, factor: float | None = None) -> None:
+        """Sets the weight of this rank in the mean, until the next reduction; None for 1.
+
+        Args:
+            weight: What is added to the sum of the weights, by which all gradients are divided.
+            factor: What this rank's gradients are multiplied by, where it is another number.
+        """
         self._weight = weight
+        self._factor = factor
+
+    def attach_notes(self, write: Callable[[], tuple[int, int]] | None) -> None:
+        """Has two numbers travel with each exchange, which `write` is asked for just before it."""
+        self._write_notes = write
+
+    def write_notes(self, core: Any) -> None:
+        """Gives the core the notes that travel with the next exchange."""
+        if self._write_notes is not None:
+            core.set_notes(*self._write_notes())
 
     def add_items(self, items: float) -> float:
         """Counts items whose gradients are about to come.
@@ -90,7 +107,8 @@ class Contribution:
             weight = self.items
             pre = self._unit if weight > 0 else 0.0
         else:
-            weight = pre = 1.0 if self._weight is None else self._weight
+            weight = 1.0 if self._weight is None else self._weight
+            pre = weight if self._factor is None else self._factor
         scaler = self._scaler()
         # Without a loss of its own a rank has no scale, but undoes the others' as they do.
         scale = self._scale or (1.0 if in_backward else 0.0)
@@ -120,5 +138,5 @@ class Contribution:
     def clear(self) -> None:
         """Forgets what was told for this round."""
         self.items = 0.0
-        self._weight = None
+        self._weight = self._factor = None
         self._scale = 0.0

@@ -249,6 +249,23 @@ _ALL = (
         "Each rank draws other random numbers, for dropout and augmentation.",
     ),
     Option(
+        "uneven_inputs",
+        str,
+        "join",
+        lambda value: value in ("join", "stop", "error"),
+        '"join", "stop" or "error"',
+        "What happens when ranks have different numbers of batches: those with data go on, all end "
+        "with the shortest, or an error.",
+    ),
+    Option(
+        "exact_evaluation",
+        bool,
+        False,
+        lambda value: True,
+        "True or False",
+        "Every sample is validated and tested exactly once, with no repetition for even shares.",
+    ),
+    Option(
         "log_level",
         str,
         "info",

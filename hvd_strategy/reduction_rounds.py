@@ -72,6 +72,9 @@ class ReductionRounds:
         if not self._core.begun:
             self._contribution.announce(self._core, in_backward=False)
             self._precision.announce(self._core)
+        # Whoever is not in this rank's step takes part in the reduction nevertheless.
+        session = self._session
+        absent, session.absent = session.absent, None
         try:
             if self._reduce_round(flags):
                 with self._ending_the_job():
@@ -87,6 +90,7 @@ class ReductionRounds:
             raise
         finally:
             self._contribution.clear()
+            session.absent = absent
 
     def _reduce_round(self, flags: int) -> bool:
         """Reduces what there is. True when parameters have changed: the ranks have to agree first.
@@ -128,6 +132,7 @@ class ReductionRounds:
 
     def _exchange(self, flags: int) -> list[int]:
         gate = self._gate
+        self._contribution.write_notes(self._core)
         lacking: list[int] = self._core.exchange(gate.steps, flags, gate.digest, gate.last)
         return lacking
 

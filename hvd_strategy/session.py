@@ -88,6 +88,10 @@ class Session:
         self._options = options
         self._seconds = _seconds(self.timeout)
         self._closed_because: str | None = None
+        # Set by whoever runs something in which some ranks are not: what collectives raise there.
+        self.absent: str | None = None
+        # And the ranks that are, None for all.
+        self.active_ranks: tuple[int, ...] | None = None
 
     @property
     def rank(self) -> int:
@@ -373,6 +377,8 @@ class Session:
                 f"Rank {self.rank}'s session cannot be used: {self._closed_because}. Open a new "
                 "one with hvd_strategy.open_session."
             )
+        if self.absent is not None:
+            raise HvdError(f"Rank {self.rank}: {self.absent}.")
 
     def _require_rank(self, src: int) -> None:
         require_kind(int, "src", src, f"a rank from 0 to {self.size - 1}")

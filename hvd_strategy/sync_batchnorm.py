@@ -104,7 +104,9 @@ class SyncBatchNorm(_Base):
         session = None
         if self.training:
             session = current_session() or open_session()
-        if session is None or session.size == 1:
+        # A rank that has run out of batches computes nothing; the others do as if it was not there.
+        alone = session is None or len(session.active_ranks or range(session.size)) == 1
+        if session is None or alone:
             output: Tensor = super().forward(input)
         else:
             output = self._normalized(input, session)
@@ -312,11 +314,12 @@ def _exchange_statistics(inputs: Tensor, part: int, channel: _Channel) -> tuple[
     everybody = channel.gather(own)
     parts = [int(record[1]) for record in everybody]
     if _INPUT_TOO in parts and _NO_GRAPH in parts:
+        needing, without = (channel.members[parts.index(part)] for part in (_INPUT_TOO, _NO_GRAPH))
         raise MismatchError(
-            f"SyncBatchNorm on rank {channel.rank}: rank {parts.index(_INPUT_TOO)} needs the "
-            f"gradient of its input, but rank {parts.index(_NO_GRAPH)} records no graph (it is in "
-            "torch.no_grad(), or nothing there requires a gradient), so it could not take part in "
-            "backward. Do the same on all ranks, or call eval() where only one rank computes."
+            f"SyncBatchNorm on rank {channel.rank}: rank {needing} needs the gradient of its "
+            f"input, but rank {without} records no graph (it is in torch.no_grad(), or nothing "
+            "there requires a gradient), so it could not take part in backward. Do the same on all "
+            "ranks, or call eval() where only one rank computes."
         )
     return _combined(everybody, channels), _INPUT_TOO in parts
 
@@ -346,25 +349,29 @@ def _combined(everybody: list[Tensor], channels: int) -> _Statistics:
 class _Channel:
     """The communicator of all synchronised layers of a session.
 
+    Or of those of its ranks that have a batch, where some have run out of them.
+
     Their own, because collectives of one communicator have to come in the same order on all ranks:
     on devices whose backward runs on threads of its own they would mix with others of the session.
     """
 
-    def __init__(self, session: Session) -> None:
-        # A rank that never comes here is then reported as in any other collective.
-        session.barrier()
+    def __init__(self, session: Session, members: tuple[int, ...] | None) -> None:
+        if members is None:
+            # A rank that never comes here is then reported as in any other collective.
+            session.barrier()
+            members = tuple(range(session.size))
         self.rank = session.rank
-        self._size = session.size
+        self.members = members
         self._seconds = session._seconds
         self._communicator: _core.Communicator = session.core.communicator(
-            list(range(session.size)), slot_bytes=64 << 10, slots=4, timeout=self._seconds
+            list(members), slot_bytes=64 << 10, slots=4, timeout=self._seconds
         )
 
     def gather(self, record: Tensor) -> list[Tensor]:
         """The records of all ranks; fp64, all of one length."""
         size = record.numel() * record.element_size()
-        received = record.new_empty(self._size, record.numel())
-        sizes = [size] * self._size
+        received = record.new_empty(len(self.members), record.numel())
+        sizes = [size] * len(self.members)
         self._communicator.allgather(
             record.data_ptr(), size, received.data_ptr(), sizes, self._seconds, _FORWARD
         )
@@ -379,10 +386,12 @@ class _Channel:
         return record
 
 
-_channels: WeakKeyDictionary[Session, _Channel] = WeakKeyDictionary()
+_channels: WeakKeyDictionary[Session, dict[tuple[int, ...] | None, _Channel]] = WeakKeyDictionary()
 
 
 def _channel(session: Session) -> _Channel:
-    if session not in _channels:
-        _channels[session] = _Channel(session)
-    return _channels[session]
+    channels = _channels.setdefault(session, {})
+    members = session.active_ranks
+    if members not in channels:
+        channels[members] = _Channel(session, members)
+    return channels[members]

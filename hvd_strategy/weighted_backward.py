@@ -25,6 +25,7 @@ class WeightedBackward:
     _table: ParameterTable
     _session: Session
     _contribution: Contribution
+    _flushes: int
 
     if TYPE_CHECKING:  # GradientReducer has it
 
@@ -33,6 +34,11 @@ class WeightedBackward:
         def _unreduced(self) -> list[int]: ...
 
         def _fail(self, text: str) -> None: ...
+        def _require_open(self) -> None: ...
+
+        @property
+        def active(self) -> bool:
+            """See GradientReducer."""
 
     def backward(self, loss: Tensor, items: float | None = None, **arguments: Any) -> None:
         """`loss.backward()`, with `gradient_average="items"` weighted by the number of items.
@@ -171,16 +177,51 @@ class WeightedBackward:
         require_positive("scale", scale)
         self._contribution.set_scale(scale)
 
-    def set_weight(self, weight: float) -> None:
+    def set_weight(self, weight: float, factor: float | None = None) -> None:
         """Sets the weight of this rank in the mean of the next reduction; 1 otherwise.
 
         Args:
-            weight: 0 or more; a rank with 0 takes part without a say.
+            weight: 0 or more; a rank with 0 takes part without a say. The ranks' gradients are
+                multiplied by it, and their sum is divided by the sum of the weights.
+            factor: What this rank's gradients are multiplied by instead of the weight: 1 for
+                gradients that are a weighted sum already.
         """
-        fits = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        fits = fits and math.isfinite(weight) and weight >= 0
-        require(fits, "weight", weight, "a number from 0 on")
-        self._contribution.set_weight(weight)
+        for name, value in (("weight", weight), ("factor", weight if factor is None else factor)):
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = fits and math.isfinite(value) and value >= 0
+            require(fits, name, value, "a number from 0 on")
+        self._contribution.set_weight(weight, factor)
+
+    def join_backward(self) -> None:
+        """Takes part in the reduction of a backward that this rank does not run. Collective.
+
+        Local gradients of earlier backwards count. Does nothing inside of `no_sync`.
+        """
+        self._require_open()
+        if self.active and not self._stays_local:
+            self._flush()
+
+    def attach_notes(self, write: Callable[[], tuple[int, int]] | None) -> None:
+        """Lets each rank tell all others two numbers (64 bits, unsigned) with each reduction.
+
+        Args:
+            write: Called just before this rank tells the others what it has; None for no notes.
+        """
+        require(
+            write is None or callable(write), "write", write, "a function that returns two numbers"
+        )
+        self._contribution.attach_notes(write)
+
+    @property
+    def notes(self) -> list[tuple[int, int]]:
+        """What the ranks told in the last reduction, by rank; empty before the first."""
+        told: list[tuple[int, int]] = self._core.notes if self.active else []
+        return told
+
+    @property
+    def averages_items(self) -> bool:
+        """Whether the mean is one over items."""
+        return self._contribution.by_items
 
     @property
     def unscaled_early(self) -> bool:

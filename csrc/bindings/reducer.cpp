@@ -147,6 +147,14 @@ class PyReducer {
   double total_weight() const { return state_->reducer->total_weight(); }
   double agreed_scale() const { return state_->reducer->agreed_scale(); }
   bool scales_differ() const { return state_->reducer->scales_differ(); }
+  void set_notes(uint64_t first, uint64_t second) { state_->reducer->set_notes({first, second}); }
+  nb::list notes() const {
+    nb::list told;
+    for (const Notes& notes : state_->reducer->notes()) {
+      told.append(nb::make_tuple(notes[0], notes[1]));
+    }
+    return told;
+  }
   void set_mark(nb::object mark) { state_->mark = std::move(mark); }
   uint64_t rounds() const { return state_->reducer->rounds(); }
   nb::list known_products(nb::list pairs) const {
@@ -344,6 +352,8 @@ void bind_reducer(nb::module_& module) {
       .def_prop_ro("total_weight", &PyReducer::total_weight)
       .def_prop_ro("agreed_scale", &PyReducer::agreed_scale)
       .def_prop_ro("scales_differ", &PyReducer::scales_differ)
+      .def("set_notes", &PyReducer::set_notes, nb::arg("first"), nb::arg("second"))
+      .def_prop_ro("notes", &PyReducer::notes)
       .def("set_mark", &PyReducer::set_mark, nb::arg("mark").none())
       .def_prop_ro("rounds", &PyReducer::rounds)
       .def("known_products", &PyReducer::known_products, nb::arg("pairs"))

@@ -15,6 +15,7 @@ struct Header {
   uint64_t step_digest;
   double weight;
   double scale;
+  Notes notes;
   uint32_t optimizer;
   uint32_t parameters;
   uint32_t present_bits;
@@ -22,8 +23,8 @@ struct Header {
   uint32_t arrivals;
   uint32_t text_bytes;
 };
-static_assert(sizeof(Header) == 72, "no padding: the bytes travel as they are");
-constexpr uint32_t kVersion = 0x48465233;
+static_assert(sizeof(Header) == 88, "no padding: the bytes travel as they are");
+constexpr uint32_t kVersion = 0x48465234;
 
 void append_bits(std::string* bytes, const std::vector<bool>& bits) {
   const size_t start = bytes->size();
@@ -70,6 +71,7 @@ std::string FlushRecord::encode() const {
                       step_digest,
                       weight,
                       scale,
+                      notes,
                       optimizer,
                       parameters,
                       static_cast<uint32_t>(present.size()),
@@ -96,6 +98,7 @@ FlushRecord FlushRecord::decode(const std::string& bytes) {
   record.step_digest = header.step_digest;
   record.weight = header.weight;
   record.scale = header.scale;
+  record.notes = header.notes;
   record.optimizer = header.optimizer;
   record.parameters = header.parameters;
   record.present = reader.take_bits(header.present_bits);

@@ -1,10 +1,14 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace hvd {
+
+// Numbers of the front's own that travel with a record.
+using Notes = std::array<uint64_t, 2>;
 
 // What a rank tells the others at the end of a backward.
 struct FlushRecord {
@@ -25,6 +29,7 @@ struct FlushRecord {
   uint32_t parameters = 0;
   double weight = 1;               // of this rank in the mean
   double scale = 0;                // of its gradients; 0 = it has none of its own
+  Notes notes{};                   // what the front tells the other ranks' fronts
   std::vector<bool> present;       // by parameter: this rank has a gradient
   std::vector<bool> posted;        // by bucket: this rank has posted it
   std::vector<uint32_t> arrivals;  // parameters without a bucket, in the order they fired

@@ -358,6 +358,7 @@ FlushRecord Reducer::own_record(const Request& request) const {
   own.parameters = static_cast<uint32_t>(parameters_.size());
   own.weight = contribution_.weight;
   own.scale = contribution_.scale;
+  own.notes = notes_;
   for (const Bucket& bucket : buckets_) own.posted.push_back(bucket.work != nullptr);
   return own;
 }
@@ -384,7 +385,9 @@ std::vector<uint32_t> Reducer::exchange(const Request& request, const Wait& wait
   total_weight_ = 0;
   agreed_scale_ = 0;
   scales_differ_ = false;
+  told_.clear();
   for (const FlushRecord& record : records_) {
+    told_.push_back(record.notes);
     total_weight_ += record.weight;
     if (agreed_scale_ == 0) agreed_scale_ = record.scale;
     if (record.scale != 0 && record.scale != agreed_scale_) scales_differ_ = true;

@@ -91,6 +91,11 @@ class Reducer {
   double agreed_scale() const { return agreed_scale_; }
   bool scales_differ() const { return scales_differ_; }
 
+  // Of this rank, told to the others in each exchange from now on.
+  void set_notes(const Notes& notes) { notes_ = notes; }
+  // Of all ranks, by member, as told in the last exchange that did not throw.
+  const std::vector<Notes>& notes() const { return told_; }
+
   struct Request {
     // Optimizer steps seen so far, a digest of which optimizers made them in which order, and the
     // last of these: the same on all ranks, or a mismatch.
@@ -189,6 +194,8 @@ class Reducer {
   Request last_request_;
   Contribution contribution_;
   std::optional<DType> wire_;
+  Notes notes_{};
+  std::vector<Notes> told_;
   double total_weight_ = 0;
   double agreed_scale_ = 1;
   bool scales_differ_ = false;

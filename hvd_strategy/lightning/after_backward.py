@@ -107,12 +107,6 @@ class AfterBackward:
 
         return clip
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Returns the loss as the plugin's scaler scales it; without one, as it is."""
-        scaler = getattr(self._plugin, "scaler", None)
-        scaled: Tensor = loss if scaler is None else scaler.scale(loss)
-        return scaled
-
     def detach(self) -> None:
         """Gives the plugin its own back, with the scale as it is now. Idempotent."""
         self._replacements.detach()

@@ -82,6 +82,12 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 They follow from the seed of the run (`seed_everything`) and the rank. A sampler of
                 your own that draws from torch's global generator needs a generator of its own then,
                 or the ranks' shares overlap. (False.)
+            uneven_inputs: what happens when a rank runs out of batches before the others: "join"
+                (the default) goes on with the ranks that have some, "stop" ends the epoch for all,
+                "error" is an error on every rank.
+            exact_evaluation: whether each sample is validated and tested exactly once. Otherwise
+                samples are repeated where they do not go round, as DistributedSampler does it.
+                (False.)
             find_unused_parameters: not needed; accepted because DDPStrategy has it.
             static_graph: not needed; accepted because DDPStrategy has it.
             gradient_as_bucket_view: not needed; accepted because DDPStrategy has it.
@@ -117,6 +123,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
             consistency_check_every_n_steps: int | None = None,
             on_divergence: Literal["error", "repair"] | None = None,
             rank_seeds: bool | None = None,
+            uneven_inputs: Literal["join", "stop", "error"] | None = None,
+            exact_evaluation: bool | None = None,
             find_unused_parameters: bool | None = None,
             static_graph: bool | None = None,
             gradient_as_bucket_view: bool | None = None,
@@ -165,6 +173,8 @@ def build_strategy(tree: str) -> type[DataParallelStrategy]:
                 consistency_check_every_n_steps=consistency_check_every_n_steps,
                 on_divergence=on_divergence,
                 rank_seeds=rank_seeds,
+                uneven_inputs=uneven_inputs,
+                exact_evaluation=exact_evaluation,
             )
             super().__init__(
                 accelerator=accelerator,

@@ -53,13 +53,18 @@ class DataShards:
         trainer: the Trainer, set up.
         session: the ranks, more than one.
         tree: the Lightning package of the Trainer.
+        exact_evaluation: whether samples are not repeated where they do not go round, in validation
+            and test.
 
     Attributes:
         seed: what samplers of all ranks start from.
     """
 
-    def __init__(self, trainer: Any, session: Session, tree: ClassTree) -> None:
+    def __init__(
+        self, trainer: Any, session: Session, tree: ClassTree, exact_evaluation: bool
+    ) -> None:
         self._trainer = trainer
+        self._exact_evaluation = exact_evaluation
         self._session = session
         self._tree = tree
         # Rank 0's: ranks may have seeded themselves differently. As of Lightning's samplers.
@@ -124,6 +129,18 @@ class DataShards:
     def _prepare(
         self, original: Callable[..., Any], loader: Any, shuffle: bool, mode: Any
     ) -> object:
+        stages = self._tree.pytorch_name("trainer.states", "RunningStage")
+        exact = self._exact_evaluation and mode in (
+            stages.VALIDATING,
+            stages.TESTING,
+            stages.SANITY_CHECKING,
+        )
+        prepared = self._split(original, loader, shuffle, mode, exact)
+        return _without_repetition(prepared, prepared is loader) if exact else prepared
+
+    def _split(
+        self, original: Callable[..., Any], loader: Any, shuffle: bool, mode: Any, exact: bool
+    ) -> object:
         predicting = self._tree.pytorch_name("trainer.states", "RunningStage").PREDICTING
         given = _batch_sampler_given_to(loader)
         if (
@@ -135,13 +152,13 @@ class DataShards:
         elif isinstance(getattr(given, "sampler", None), DistributedSampler):
             return loader  # split by the user
         elif _is_lost_on_lightning(given):
-            return self._split_batches(loader)
+            return self._split_batches(loader, exact)
         else:
             try:
                 prepared = original(loader, shuffle=shuffle, mode=mode)
             except TypeError:
                 # It cannot be made anew with another sampler.
-                return self._split_batches(loader)
+                return self._split_batches(loader, exact)
         for owner in (getattr(prepared, "batch_sampler", None), prepared):
             sampler = getattr(owner, "sampler", None)
             if isinstance(sampler, DistributedSampler) and wraps_a_sampler(
@@ -162,10 +179,10 @@ class DataShards:
 
         listed.reset = reset
 
-    def _split_batches(self, loader: Any) -> Any:
+    def _split_batches(self, loader: Any, exact: bool) -> Any:
         split = copy.copy(loader)
         share = (self._session.rank, self._session.size)
-        batches = SplitBatches(loader.batch_sampler, *share, self.seed, self._note)
+        batches = SplitBatches(loader.batch_sampler, *share, self.seed, self._note, not exact)
         # A DataLoader refuses that another one is set; this copy is not in use yet.
         vars(split)["batch_sampler"] = batches
         return split
@@ -177,8 +194,8 @@ class DataShards:
 class SplitBatches:
     """The batches of a batch sampler that are one rank's: every `size`-th of all.
 
-    All ranks get equally many; where they do not go round, the first ones are repeated, as
-    `DistributedSampler` repeats samples.
+    With `repeats` all ranks get equally many: where they do not go round, the first ones are
+    repeated, as `DistributedSampler` repeats samples.
 
     Args:
         batches: the user's batch sampler; it needs a length.
@@ -186,10 +203,17 @@ class SplitBatches:
         size: number of ranks.
         seed: what all random numbers start from, together with the epoch.
         note: is told what was drawn for all ranks.
+        repeats: whether all ranks are to get equally many.
     """
 
     def __init__(
-        self, batches: Any, rank: int, size: int, seed: int, note: Callable[[Any], None]
+        self,
+        batches: Any,
+        rank: int,
+        size: int,
+        seed: int,
+        note: Callable[[Any], None],
+        repeats: bool = True,
     ) -> None:
         try:
             len(batches)
@@ -205,6 +229,7 @@ class SplitBatches:
         self._seed = seed
         self._epoch = 0
         self._note = note
+        self._repeats = repeats
 
     @property
     def sampler(self) -> SplitBatches:
@@ -220,14 +245,16 @@ class SplitBatches:
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return math.ceil(len(self.batches) / self._size)
+        left_out = 0 if self._repeats else self._rank
+        return math.ceil((len(self.batches) - left_out) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
         with seeded(self._seed + self._epoch):
             drawn = [list(batch) for batch in self.batches]
         self._note(drawn)
-        for start in range(0, len(drawn), self._size):
-            yield drawn[(start + self._rank) % len(drawn)]
+        for place in range(self._rank, len(drawn) + self._rank, self._size):
+            if place < len(drawn) or self._repeats:
+                yield drawn[place % len(drawn)]
 
 
 @contextmanager
@@ -248,6 +275,30 @@ def seeded(seed: int) -> Generator[None, None, None]:
         torch.set_rng_state(torch_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+def _without_repetition(loader: Any, is_the_users: bool) -> Any:
+    """Has a DistributedSampler in the loader give each sample to one rank only.
+
+    Args:
+        loader: a loader of any kind.
+        is_the_users: whether it has to be left as it is, and a copy to be changed.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
+        return loader
+    if is_the_users:
+        loader, batches, sampler = copy.copy(loader), copy.copy(batches), copy.copy(sampler)
+        # A DataLoader refuses that another one is set; this copy is not in use yet.
+        vars(loader)["sampler"] = sampler
+        if batches is not None:
+            batches.sampler = sampler
+            vars(loader)["batch_sampler"] = batches
+    # It repeats, or leaves out, what is between the length and this number.
+    sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+    return loader
 
 
 def _batch_sampler_given_to(loader: Any) -> Any:

@@ -114,24 +114,15 @@ class ItemCounts:
             self._items = returned
         return output
 
-    # ---- votes: see StepVotes. A step's weight is its vote here, and needs no other.
-
     @property
     def skipped(self) -> bool:
         """Whether the last training step returned None, in automatic optimization."""
         return self._skipped
 
-    @property
-    def logged(self) -> bool | None:
-        """None: the ranks do not know of each other whether they have logged something."""
-        return None
-
-    def begin_batch(self) -> None:
-        """Forgets the last batch."""
-        self._skipped = False
-
-    def join(self, has_logged: bool) -> None:
-        """Nothing to do: every step has had its backward, also one without items."""
+    def begin_idle_step(self) -> None:
+        """For a step that this rank has no batch for."""
+        self._items = 0.0
+        self._skipped = True
 
     # ---- what follows
 

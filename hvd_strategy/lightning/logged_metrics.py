@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, distributed
 
 from hvd_strategy._private_api import (
+    add_logged,
+    fields_of_logged,
     lightning_result_collections,
     logged_epoch_value,
     logged_step_value,
@@ -75,6 +77,8 @@ class LoggedMetrics:
         self._session = session
         self._tree = tree
         self._together = together
+        self._module = trainer.lightning_module
+        self._some_absent = False  # in the last exchange
         self._monitored = _monitored_names(trainer)
         self._mentioned: set[str] = set()
         self._given_batch_size: int | None = None
@@ -106,7 +110,13 @@ class LoggedMetrics:
         """Whether something was logged since `begin_step` that will be brought together."""
         return bool(self._of_step)
 
-    def end_step(self, skipped: bool = False, any_logged: bool | None = None) -> None:
+    def end_step(
+        self,
+        skipped: bool = False,
+        any_logged: bool | None = None,
+        results: Any = None,
+        some_absent: bool = False,
+    ) -> None:
         """Brings together what the optimization of one training batch logged. Collective.
 
         Args:
@@ -115,19 +125,31 @@ class LoggedMetrics:
             any_logged: whether any rank has logged something, as far as the ranks know it from each
                 other. None where they know nothing: they meet after the first step, and where one
                 has logged something, after all that follow.
+            results: where ranks that were absent from the step find what they know of its values.
+            some_absent: whether there are any, because they have run out of batches.
         """
         self._in_step = False
         logged, self._of_step = self._of_step, {}
         known = any_logged is not None
         if logged or (any_logged if known else self._meets_each_step is not False):
-            anything = self._exchange_step(logged, skipped)
+            anything = self._exchange_step(logged, skipped, results if some_absent else None)
             if not known:
                 self._meets_each_step = bool(self._meets_each_step) or anything
 
-    def end_epoch(self, results: Any) -> None:
-        """Brings together the values of an epoch, before anybody looks at them. Collective."""
-        if self._together():
-            self._exchange_epoch(results, "at the end of an epoch")
+    def end_epoch(self, results: Any, had_batches: bool = True) -> None:
+        """Brings together the values of an epoch, before anybody looks at them. Collective.
+
+        Args:
+            results: where they are.
+            had_batches: whether this rank had any in the epoch; else it has logged nothing.
+        """
+        if not self._together():
+            return
+        when = "at the end of an epoch"
+        if self._exchange_epoch(results, when, absent=not had_batches):
+            # Again, with entries of all ranks.
+            self._give_entries(results, had_batches)
+            self._exchange_epoch(results, when)
 
     # ---- what Lightning calls
 
@@ -206,28 +228,49 @@ class LoggedMetrics:
         found: int = results.batch_size if given is None else given
         return found
 
-    def _exchange_step(self, logged: dict[str, tuple[Any, _Logged]], skipped: bool = False) -> bool:
-        """Returns whether any rank logged anything."""
+    def _exchange_step(
+        self,
+        logged: dict[str, tuple[Any, _Logged]],
+        skipped: bool = False,
+        of_absent: dict[str, Any] | None = None,
+    ) -> bool:
+        """Returns whether any rank logged anything.
+
+        Args:
+            logged: entries and values, by their key.
+            skipped: whether this rank may have logged something else than the others.
+            of_absent: entries that it has from earlier steps, where ranks are absent: all of them
+                get the values, rank 0 as well, which writes them.
+        """
         entries = {key: value for key, (_, value) in logged.items()}
         items = self._items()
         if items is not None:
             for key, (entry, found) in logged.items():
                 if found.by_items:
                     entries[key] = _of_items(entry, found.operation, items)
-        told, combined = self._exchange("in a batch", entries, skipped)
+        told, combined = self._exchange("in a batch", entries, skipped, of_absent is not None)
         for key, value in combined.items():
-            cached = logged_step_value(logged[key][0])
+            entry = logged[key][0] if key in logged else (of_absent or {}).get(key)
+            cached = None if entry is None else logged_step_value(entry)
             if cached is not None:
                 # In place: where only the step counts, it is the same tensor as the entry's value.
                 cached.detach().copy_(value)
         return told
 
     def _exchange_epoch(
-        self, results: Any, when: str, entries: dict[str, Any] | None = None
-    ) -> None:
+        self,
+        results: Any,
+        when: str,
+        entries: dict[str, Any] | None = None,
+        absent: bool = False,
+    ) -> bool:
+        """Returns whether some ranks, but not all, were absent; then nothing has been computed."""
         if entries is None:
             entries = _not_computed(results)
-        _, combined = self._exchange(when, {k: _epoch_value(entry) for k, entry in entries.items()})
+        values = {key: _epoch_value(entry) for key, entry in entries.items()}
+        _, combined = self._exchange(when, values, absent)
+        if self._some_absent:
+            return True
         # Sorted: each torchmetrics metric synchronises itself, and ranks may have another order.
         for key, entry in sorted(entries.items()):
             if not entry.is_tensor:
@@ -235,27 +278,51 @@ class LoggedMetrics:
                 continue
             value = combined[key].to(entry.value.device, entry.value.dtype)
             set_logged_epoch_value(entry, value)
+        return False
+
+    def _give_entries(self, results: Any, has_some: bool) -> None:
+        """Lets a rank that has logged nothing, for want of batches, know of what others have."""
+        own = {key: fields_of_logged(entry) for key, entry in _not_computed(results).items()}
+        told = self._session.exchange("logged entries", [own if has_some else None])
+        if not has_some:
+            for key, fields in next(entries for (entries,) in told if entries is not None).items():
+                add_logged(results, self._module, key, fields, _left_to_us)
 
     def _exchange(
-        self, when: str, logged: dict[str, _Logged], skipped: bool = False
+        self,
+        when: str,
+        logged: dict[str, _Logged],
+        skipped: bool = False,
+        for_all: bool = False,
     ) -> tuple[bool, dict[str, Tensor]]:
-        """Returns whether any rank has values, and the values of all ranks together, by key."""
+        """Returns whether any rank has values, and the values of all ranks together, by key.
+
+        Args:
+            when: where in the run this is.
+            logged: this rank's values.
+            skipped: whether they may be others than those of the other ranks.
+            for_all: whether such a rank gets the values of the others; the same on all ranks.
+        """
         keys = sorted(logged)
         names = [f"{key} ({logged[key].operation})" for key in keys]
         digest = hashlib.sha256("\n".join([when, *names]).encode()).hexdigest()[:16]
         values = [[logged[key].total, logged[key].weight] for key in keys]
-        told = self._session.exchange("self.log", [digest, skipped, values])
-        expected = {other for other, absent, _ in told if not absent} or {told[0][0]}
+        named = [[key, logged[key].operation] for key in keys] if for_all else []
+        told = self._session.exchange("self.log", [digest, skipped, values, named])
+        expected = {other for other, absent, _, _ in told if not absent} or {told[0][0]}
         if len(expected) > 1:
             everybody = self._session.allgather_object((when, names))
             raise MismatchError(_difference(everybody))
-        anything = any(numbers for _, _, numbers in told)
+        self._some_absent = len({absent for _, absent, _, _ in told}) > 1
+        anything = any(numbers for _, _, numbers, _ in told)
+        operations = [(key, logged[key].operation) for key in keys]
         if digest not in expected:
-            return anything, {}  # this rank took no part: its values are its own
-        counted = [numbers for other, _, numbers in told if other in expected]
+            # This rank took no part: its values are its own, unless the others give it theirs.
+            operations = next(names for other, _, _, names in told if other in expected)
+        counted = [numbers for other, _, numbers, _ in told if other in expected]
         return anything, {
-            key: _combine(logged[key].operation, [numbers[place] for numbers in counted])
-            for place, key in enumerate(keys)
+            key: _combine(operation, [numbers[place] for numbers in counted])
+            for place, (key, operation) in enumerate(operations)
         }
 
     # ---- monitored metrics

@@ -44,6 +44,9 @@ class ModuleState:
         module: a module that is built alike on all ranks.
         session: the ranks.
 
+    Attributes:
+        source: the rank whose buffers count: 0, unless it has had no batch since they were equal.
+
     Raises:
         HvdError: a parameter is not initialized yet (a lazy module), or on the meta device.
         MismatchError: names, shapes or dtypes differ between ranks.
@@ -52,6 +55,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, session: Session) -> None:
         self._module = module
         self._session = session
+        self.source = 0
         self._watched: list[_WatchedBuffer] = []
         require_content(self._named_tensors(), session.rank)
         if session.size > 1:
@@ -63,7 +67,7 @@ class ModuleState:
         self._broadcast(tensor for _, tensor in self._named_tensors())
 
     def broadcast_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0.
+        """Gives every rank the buffers of the source.
 
         Raises:
             MismatchError: names, shapes or dtypes differ between ranks by now.
@@ -101,7 +105,7 @@ class ModuleState:
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         if self._session.size > 1:
-            broadcast_tensors(self._session, list(tensors))
+            broadcast_tensors(self._session, list(tensors), self.source)
 
     def _watch(self) -> None:
         layers = dict(self._module.named_modules())

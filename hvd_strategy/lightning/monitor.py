@@ -160,7 +160,7 @@ class Monitor(_Base):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch; every so many steps exchanges and logs the figures. Collective then."""
-        self._counters.samples += self._samples_in(batch)
+        self._counters.samples += 0 if trainer.strategy.idle else self._samples_in(batch)
         if trainer.global_step == self._global_step:
             return  # the step is still to come, after more batches
         self._global_step = trainer.global_step

@@ -1,15 +1,20 @@
-"""What the ranks tell each other with the gradients of a training step.
+"""What the ranks tell each other with the gradients of a training step, in automatic optimization.
 
-A vote is a parameter of no model that is added to the loss: its gradient is 1 on a rank that gives
-the vote, and after the reduction every rank reads in it how many did. It travels with the other
-gradients, without another exchange. There are two:
+Each rank tells, with the record that it exchanges at the end of backward anyway, in which batches
+of the accumulation window it took part. Lightning refuses a `training_step` that returns None on
+one of several ranks, because the others would wait for its gradients. Here it is a rank with weight
+0 in the reduction, as is one that has run out of batches; the mean over all ranks is one over those
+that took part, and where nobody did, no parameter gets a gradient and the optimizer has nothing to
+do.
 
-* Who takes part. Lightning refuses a `training_step` that returns None on one of several ranks,
-  because the others would wait for its gradients. Here it is a rank without that vote, and the mean
-  over all ranks becomes the one over those that took part. Where none did, no parameter has got a
-  gradient, and the optimizer has nothing to do.
-* Who has logged values of the step that are to be brought together. If any rank has, all meet; so
-  one that has not is found out, instead of leaving the others waiting.
+Which of the ranks have a batch is known before a step; whose `training_step` will return None is
+not. So in a window the former is exact: each batch counts as the mean over its ranks, as in one
+process. The latter makes it the mean over all that took part in the window, which is the same where
+as many ranks took part in each of its batches.
+
+The record tells besides whether a rank has logged values of the step that are to be brought
+together. If any has, all meet; so one that has not is found out, instead of leaving the others
+waiting.
 """
 
 from __future__ import annotations
@@ -18,42 +23,59 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+
+from hvd_strategy.engine import GradientReducer
 
 # Stands for None between the training step and the place where Lightning takes the loss from it.
 _SKIPPED = object()
 
+_HAS_LOGGED = 1
+_FIRST_BATCH = 2  # the bit of a window's first batch; those of the others are above it
+_MOST_BATCHES = 62  # of a window, that have bits; the last one stands for all that follow
+
 
 class StepVotes:
-    """The votes of one rank, in automatic optimization.
+    """The votes of one rank.
 
     Args:
+        reducer: what reduces the gradients.
         size: number of ranks.
-        scaled: multiplies a loss by the scale that all losses get.
+        has_logged: whether this rank has logged, in the running step, what all bring together.
+        active: how many ranks have a batch in the running step.
     """
 
-    def __init__(self, size: int, scaled: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        size: int,
+        has_logged: Callable[[], bool],
+        active: Callable[[], int],
+    ) -> None:
+        self._reducer = reducer
         self._size = size
-        self._scaled = scaled
-        self._takes_part = nn.Parameter(torch.zeros(()))
-        self._has_logged = nn.Parameter(torch.zeros(()))
-        self._micro_batches = 0  # of the running accumulation window
+        self._has_logged = has_logged
+        self._active = active
         self._skipped = False
         self._owes_backward = False
         self._logged: bool | None = None
         self._factor = 1.0
+        self._ends_window = False
+        self._reductions = 0  # before the running step
+        self._begin_window()
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the reducer has to know besides the parameters of the model."""
-        return [
-            ("(vote: takes part in the step)", self._takes_part),
-            ("(vote: has logged values of the step)", self._has_logged),
-        ]
+    def _begin_window(self) -> None:
+        self._ends_window = False
+        self._batches = 0
+        self._active_first = self._size  # ranks with a batch in the window's first one
+        self._share = 1.0  # by what a loss is multiplied, so that each batch counts as much
+        self._shares = 0.0  # sum, over the batches in which this rank took part
+        self._took_part = 0  # bits
 
     @property
     def skipped(self) -> bool:
-        """Whether the last training step of this rank returned None."""
+        """Whether this rank took no part in the last training step."""
         return self._skipped
 
     @property
@@ -63,66 +85,98 @@ class StepVotes:
 
     @property
     def factor(self) -> float:
-        """What makes the last mean over all ranks one over those that took part."""
+        """What makes a mean over all ranks one over those that took part in the last step."""
         return self._factor
+
+    def note(self) -> int:
+        """What this rank tells with the reduction."""
+        return self._took_part | (_HAS_LOGGED if self._has_logged() else 0)
 
     def begin_batch(self) -> None:
         """Forgets the votes of the last batch."""
         self._logged = None
         self._skipped = False
+        if self._ends_window:  # and was not counted: the user's code did not step
+            self._begin_window()
 
-    def stand_in(self, output: Any, gradients_stay_local: bool) -> Any:
-        """Returns what Lightning is to get for the output of a training step."""
-        self._micro_batches += 1
-        self._skipped = output is None
-        self._owes_backward = self._skipped and not gradients_stay_local
-        return _SKIPPED if self._skipped else output
+    def stand_in(self, output: Any, skipped: bool, gradients_stay_local: bool) -> Any:
+        """Returns what Lightning is to get for the output of a training step.
 
-    def add_to(self, loss: Tensor, has_logged: bool) -> Tensor:
-        """Returns the loss with this rank's votes; its value is the same."""
-        loss = loss + self._takes_part
-        return loss + self._has_logged if has_logged else loss
+        Args:
+            output: of the step; None for none, which then has no backward of its own.
+            skipped: whether the step has no say. One with an output nevertheless has a backward.
+            gradients_stay_local: whether the window goes on.
+        """
+        active = self._active()
+        if not self._batches:
+            self._active_first = active
+        # With means over items each rank's share is its number of items.
+        self._share = 1.0 if self._reducer.averages_items else self._active_first / active
+        self._skipped = skipped
+        if output is not None:
+            self._shares += self._share
+            self._took_part |= _FIRST_BATCH << min(self._batches, _MOST_BATCHES)
+        self._batches += 1
+        self._ends_window = not gradients_stay_local
+        self._reductions = self._reducer.reductions
+        self._owes_backward = output is None and not gradients_stay_local
+        return _SKIPPED if output is None else output
 
-    def join(self, has_logged: bool) -> None:
-        """Takes part in the reduction of the others' gradients, with none of its own.
+    def weighted(self, loss: Tensor, gradients_stay_local: bool) -> Tensor:
+        """Returns the loss as it counts, and tells the reducer what the window's losses weigh."""
+        if not gradients_stay_local:
+            self._tell_weight()
+        return loss if self._share == 1.0 else loss * self._share
+
+    def _tell_weight(self) -> None:
+        if self._shares != self._batches and not self._reducer.averages_items:
+            self._reducer.set_weight(self._shares / self._batches, 1.0 if self._shares else 0.0)
+
+    def join(self) -> None:
+        """Takes part in the reduction of the others' gradients, with none of the running batch.
 
         Does nothing where the rank has had a backward of its own.
         """
         if self._owes_backward:
             self._owes_backward = False
-            # Some optimizers call their closure without gradients.
-            with torch.enable_grad():
-                nothing = 0 * self._takes_part
-                loss = nothing + self._has_logged if has_logged else nothing
-                # Not for its value: so that this rank's gradients count as scaled like the others'.
-                self._scaled(loss).backward()
+            self._tell_weight()
+            self._reducer.join_backward()
 
-    def count(self, optimizer: Optimizer, loss: Any, scale: float) -> Any:
-        """Counts the votes after a reduced backward, and corrects the gradients accordingly.
+    def count(self, optimizer: Optimizer, loss: Any) -> Any:
+        """Counts the votes after a reduced backward.
 
         Args:
             optimizer: whose gradients they are.
             loss: what Lightning's closure returned.
-            scale: the factor by which the gradients are multiplied.
 
         Returns:
             The loss; 0 on a rank that skipped a step which others took, because None would keep a
             scaler of the loss from stepping on this rank alone.
         """
-        expected, self._micro_batches = self._micro_batches * self._size, 0
-        given, logged = self._takes_part.grad, self._has_logged.grad
-        self._takes_part.grad = self._has_logged.grad = None
-        self._logged = logged is not None and bool(logged)
-        self._factor = 1.0
-        votes = 0 if given is None else round(given.item() / scale * self._size)
-        if not votes:
+        reduced = self._reducer.reductions != self._reductions
+        # Where Lightning left backward out, nobody has told anything.
+        votes = [note for _, note in self._reducer.notes] if reduced else []
+        last = _FIRST_BATCH << min(max(self._batches - 1, 0), _MOST_BATCHES)
+        counted = _FIRST_BATCH << min(self._batches, _MOST_BATCHES + 1)
+        batches = self._batches
+        self._begin_window()
+        together = 0
+        for vote in votes:
+            together |= vote
+        self._logged = bool(together & _HAS_LOGGED) if votes else None
+        took_part = sum(bool(vote & last) for vote in votes)
+        self._factor = self._size / took_part if took_part else 1.0
+        together &= -_FIRST_BATCH & (counted - 1)
+        if not together:
             return loss
-        if votes < expected:
-            self._factor = expected / votes
+        missing = min(batches, _MOST_BATCHES + 1) - together.bit_count()
+        if missing and not self._reducer.averages_items:
+            # Batches that all ranks skipped: nobody could know it, so the others count too much.
+            correction = (batches - missing) / batches
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        parameter.grad.mul_(self._factor)
+                        parameter.grad.mul_(correction)
         return torch.zeros(()) if loss is None else loss
 
 

@@ -31,6 +31,7 @@ from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning.after_backward import AfterBackward
 from hvd_strategy.lightning.attachments import Attachments
+from hvd_strategy.lightning.data_shards import DataShards
 from hvd_strategy.lightning.environment import LauncherEnvironment, launcher_environment
 from hvd_strategy.lightning.graceful_stop import GracefulStop
 from hvd_strategy.lightning.launch import InterruptHandlerKept, launcher_class
@@ -39,6 +40,7 @@ from hvd_strategy.lightning.module_state import ModuleState, require_content
 from hvd_strategy.lightning.replica_check import ReplicaCheck
 from hvd_strategy.lightning.step_reports import ReportingStrategy
 from hvd_strategy.lightning.step_votes import StepVotes
+from hvd_strategy.lightning.uneven_inputs import UnevenInputs
 from hvd_strategy.log import FOR_ALL_RANKS, get_logger, set_level, set_rank
 from hvd_strategy.options import resolve
 from hvd_strategy.seeds import seed_by_rank
@@ -73,6 +75,8 @@ class DataParallelStrategy(ReportingStrategy):
     _replica_check: ReplicaCheck | None = None
     _attachments: Attachments | None = None
     _votes: StepVotes | None = None
+    _data: DataShards | None = None
+    _inputs: UnevenInputs | None = None
     _after_backward: AfterBackward | None = None
     _gradients_stay_local = False
     # Whether it was asked for by the name "horovod", and so has to tell what is different.
@@ -152,14 +156,19 @@ class DataParallelStrategy(ReportingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The share of the data set that is this rank's; during a run with rank 0's seed."""
         share = {"num_replicas": self.world_size, "rank": self.global_rank}
-        if self._attachments is not None:
-            share["seed"] = self._attachments.sampler_seed
+        if self._data is not None:
+            share["seed"] = self._data.seed
         return share
 
     @property
     def reducer(self) -> GradientReducer | None:
         """What averages the gradients; None outside of `fit`."""
         return self._reducer
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has run out of batches in the running training step."""
+        return self._inputs is not None and self._inputs.idle
 
     @property
     def session(self) -> Session | None:
@@ -289,6 +298,13 @@ class DataParallelStrategy(ReportingStrategy):
         if fitting and self._layer_sync is not None:
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
+        if self._session.size > 1:
+            # Before the optimizers are made: a schedule may ask for the number of batches.
+            exact = self._options["exact_evaluation"]
+            self._data = DataShards(trainer, self._session, self._tree, exact)
+            self._inputs = UnevenInputs(
+                trainer, self._session, self._tree, self._options["uneven_inputs"], exact
+            )
         # Not DDPStrategy's own, which differs from it in the wrapper only.
         super(self._tree.pytorch_name("strategies", "DDPStrategy"), self).setup(trainer)
         self._begin_reports(trainer)
@@ -297,13 +313,8 @@ class DataParallelStrategy(ReportingStrategy):
             self._after_backward = AfterBackward(
                 trainer, self.precision_plugin, self._tree, self._options["log_grad_norm"]
             )
-            named = self._named_parameters(self.model)
-            ballots: list[tuple[str, nn.Parameter]] = []
-            if self._item_counts is None:
-                self._votes = StepVotes(self._session.size, self._after_backward.scaled)
-                ballots = self._votes.named_parameters()
             self._reducer = GradientReducer(
-                named + ballots,
+                self._named_parameters(self.model),
                 self.optimizers,
                 session=self._session,
                 module=self.model,
@@ -313,7 +324,6 @@ class DataParallelStrategy(ReportingStrategy):
                 sparse_as_dense=self._options["sparse_as_dense"],
                 wire_dtype=self._options["wire_dtype"],
                 sum_dtype=self._options["sum_dtype"],
-                full_precision=[vote for _, vote in ballots],
                 gradient_average=self._options["gradient_average"],
                 gradient_norms=self._after_backward.wants_norms,
             )
@@ -337,17 +347,29 @@ class DataParallelStrategy(ReportingStrategy):
                 self._tree.pytorch_name("utilities.exceptions", "SIGTERMException"),
             )
             assert self.model is not None
+            assert self._data is not None
+            assert self._inputs is not None
             self._attachments = Attachments(
                 trainer,
                 self.model,
                 self._session,
                 self._tree,
                 lambda: not self._failed,
+                self._data,
+                self._inputs,
                 self._items_of_step,
             )
-            votes = self._votes or self._item_counts
-            if fitting and votes is not None:
-                self._attachments.attach_to_fit(trainer, self._broadcast_buffers, votes)
+            if self._reducer is not None:
+                attachments, inputs = self._attachments, self._inputs
+                votes = StepVotes(
+                    self._reducer,
+                    self._session.size,
+                    lambda: attachments.has_logged,
+                    lambda: inputs.active,
+                )
+                self._votes = votes
+                self._reducer.attach_notes(lambda: (inputs.note(), votes.note()))
+                attachments.attach_to_fit(trainer, self._broadcast_buffers, votes, self._reducer)
 
     @override
     def model_to_device(self) -> None:
@@ -398,9 +420,9 @@ class DataParallelStrategy(ReportingStrategy):
 
         With its own rank's loss it would decide differently on each rank.
         """
-        closure = self._after_closure(optimizer, closure)
         if self._voting():
             closure = partial(self._count_votes, optimizer, closure)
+        closure = self._after_closure(optimizer, closure)
         if isinstance(optimizer, torch.optim.LBFGS) and self._session is not None:
             closure = partial(self._mean_of_closure, closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -428,29 +450,59 @@ class DataParallelStrategy(ReportingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the training step; None is accepted from it in automatic optimization."""
-        output = super().training_step(*args, **kwargs)
+        inputs = self._inputs
+        if inputs is None or not inputs.absent:
+            output = super().training_step(*args, **kwargs)
+        elif inputs.idle:
+            output = None
+            if self._item_counts is not None:
+                self._item_counts.begin_idle_step()
+        else:
+            with inputs.among_active():
+                output = super().training_step(*args, **kwargs)
         if not self._voting():
             return output
         assert self._votes is not None
-        return self._votes.stand_in(output, self._gradients_stay_local)
+        skipped = output is None or (self._item_counts is not None and self._item_counts.skipped)
+        return self._votes.stand_in(output, skipped, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiates the loss, which carries the votes of this rank."""
+        """Differentiates the loss, as it counts among those of the ranks that have a batch."""
         if self._voting():
             assert self._votes is not None
-            assert self._attachments is not None
-            closure_loss = self._votes.add_to(closure_loss, self._attachments.has_logged)
-        return super().backward(closure_loss, *args, **kwargs)
+            closure_loss = self._votes.weighted(closure_loss, self._gradients_stay_local)
+        if self._inputs is None or not self._inputs.absent:
+            return super().backward(closure_loss, *args, **kwargs)
+        with self._inputs.among_active():
+            return super().backward(closure_loss, *args, **kwargs)
 
     def _count_votes(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         assert self._votes is not None
-        assert self._attachments is not None
         loss = closure()
-        self._votes.join(self._attachments.has_logged)
-        scaler: Any = getattr(self.precision_plugin, "scaler", None)
-        undone = scaler is None or (self._reducer is not None and self._reducer.unscaled_early)
-        return self._votes.count(optimizer, loss, 1.0 if undone else scaler.get_scale())
+        self._votes.join()
+        return self._votes.count(optimizer, loss)
+
+    # ---- ranks with different numbers of batches
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Moves the batch; what stands for one on a rank that has run out stays as it is."""
+        return batch if self.idle else super().batch_to_device(batch, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is None:
+            return super().validation_step(*args, **kwargs)
+        with self._inputs.evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is None:
+            return super().test_step(*args, **kwargs)
+        with self._inputs.evaluating():
+            return super().test_step(*args, **kwargs)
 
     @override
     @contextmanager
@@ -470,6 +522,9 @@ class DataParallelStrategy(ReportingStrategy):
         self._is_in(f"the forward of batch {batch_idx}")
         if self._state is not None:
             self._state.broadcast_written_buffers()
+            if self._inputs is not None:
+                # Whoever trains on this batch has the statistics of it.
+                self._state.source = self._inputs.first_active
         if self._replica_check is not None:
             self._replica_check.on_batch_start()
         if self._attachments is not None:
@@ -573,13 +628,17 @@ class DataParallelStrategy(ReportingStrategy):
             self._stop.detach()
         if self._attachments is not None:
             self._attachments.detach()
+        if self._inputs is not None:
+            self._inputs.detach()
+        if self._data is not None:
+            self._data.detach()
         self._end_reports()
         if self._after_backward is not None:
             self._after_backward.detach()
         if self._reducer is not None:
             self._reducer.close()
         self._stop = self._attachments = self._votes = self._replica_check = None
-        self._after_backward = None
+        self._after_backward = self._data = self._inputs = None
         self._reducer = self._state = None
 
     def _broadcast_buffers(self) -> None:
@@ -604,6 +663,8 @@ class DataParallelStrategy(ReportingStrategy):
             "_stop",
             "_attachments",
             "_votes",
+            "_data",
+            "_inputs",
             "_after_backward",
             "_replica_check",
             "_item_counts",

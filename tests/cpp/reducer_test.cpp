@@ -501,7 +501,10 @@ TEST(weights_and_scales_are_values_of_the_reduction) {
         if (rank == 1) {
           CHECK_THROWS(model.reducer->set_contribution({1, 1, 4, unscale}), ErrorKind::error);
         }
+        // What the fronts tell each other travels along.
+        model.reducer->set_notes({static_cast<uint64_t>(rank), ~step});
         model.flush(step);
+        CHECK(model.reducer->notes() == (std::vector<Notes>{{0, ~step}, {1, ~step}, {2, ~step}}));
         CHECK_EQ(model.reducer->total_weight(), 4.0);
         CHECK_EQ(model.reducer->agreed_scale(), 8.0);
         CHECK(model.reducer->scales_differ());

@@ -425,6 +425,40 @@ def test_weights_of_ranks(ranks: Ranks) -> None:
     assert ranks(weighted) == [[1.5, 1.25, 2.0, 1.0]] * 2
 
 
+def sums_and_notes() -> list[Any]:
+    """Gradients that are sums over what the weight counts; a rank without a backward; notes."""
+    session = open_session()
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reducer = GradientReducer(model.named_parameters(), optimizer)
+    reducer.attach_notes(lambda: (session.rank, (1 << 64) - 1 - len(seen)))
+    seen: list[Any] = []
+    for sizes in ((3, 1), (0, 2), (1, 0)):
+        optimizer.zero_grad()
+        count = sizes[session.rank]
+        reducer.set_weight(count, 1.0 if count else 0.0)
+        reductions = reducer.reductions
+        if count:
+            model(torch.full((count, 1), 1.0 + session.rank)).sum().backward()
+        else:
+            reducer.join_backward()
+        assert reducer.reductions == reductions + 1
+        assert model.weight.grad is not None
+        seen.append((model.weight.grad.item(), reducer.notes))
+        optimizer.step()
+    reducer.close()
+    assert reducer.notes == []
+    return seen
+
+
+def test_sums_and_notes(ranks: Ranks) -> None:
+    for seen in ranks(sums_and_notes):
+        assert [mean for mean, _ in seen] == [1.25, 2.0, 1.0]
+        assert [notes for _, notes in seen] == [
+            [(0, (1 << 64) - 1 - step), (1, (1 << 64) - 1 - step)] for step in range(3)
+        ]
+
+
 def test_in_a_world_of_one() -> None:
     """Nothing to reduce, and the same numbers."""
     model, expected = small_net(), small_net()

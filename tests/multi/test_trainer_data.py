@@ -368,6 +368,24 @@ def test_skipped_steps(ranks: Ranks, model: type[Regression], arguments: dict[st
     assert_as_single_process(results, reference(model, ranks.size, **arguments))
 
 
+class SkipsTogether(Skipping):
+    """All ranks skip the same batches."""
+
+    def skips(self, rank: int, batch_idx: int) -> bool:
+        return batch_idx in (1, 3, 4, 5)
+
+
+def skip_together(accumulate_grad_batches: int) -> Outcome:
+    return fit(SkipsTogether, 64, accumulate_grad_batches=accumulate_grad_batches)
+
+
+def test_batches_of_a_window_that_all_ranks_skip(ranks: Ranks) -> None:
+    for window in (2, 3):
+        results = ranks(skip_together, window)
+        expected = reference(SkipsTogether, ranks.size, 64, accumulate_grad_batches=window)
+        assert_as_single_process(results, expected)
+
+
 def skip_with_accumulation() -> Outcome:
     return fit(Skipping, 64, accumulate_grad_batches=2)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
@@ -125,37 +124,6 @@ def test_resumed_run_equals_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> N
     assert resumed[0].global_step == 16
     exact = ranks(train, 4, path, None, None)
     assert any(not tensor.equal(exact[0].state[name]) for name, tensor in resumed[0].state.items())
-
-
-class Absent(Plain):
-    """A rank has no loss in one of many batches of a window."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx)
-        return None if (batch_idx, self.global_rank) == (7, 1) else loss
-
-
-class Factors(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.seen.append(trainer.strategy._votes.factor)
-
-
-def count_votes() -> float:
-    factors = Factors()
-    trainer = make_trainer(
-        HvdStrategy(wire_dtype="bf16"), max_epochs=1, accumulate_grad_batches=301,
-        callbacks=[factors],
-    )  # fmt: skip
-    trainer.fit(Absent(), loader(602, 1))
-    return factors.seen[-1]
-
-
-def test_votes_are_not_rounded(ranks: Ranks) -> None:
-    """bf16 knows 300 and 302."""
-    assert ranks(count_votes) == [602 / 601] * 2
 
 
 def other_precision() -> str:

@@ -96,6 +96,7 @@ def test_copies_before_and_after_a_fit(tree: str, strategy: str) -> None:
         assert each.state_dict() == {"schedule": SCHEDULE, "precision": "16-mixed"}
     if (session := hvd_strategy.current_session()) is not None:
         session.close()
+        torch.distributed.destroy_process_group()
 
 
 def command_line(*arguments: str) -> LightningCLI:

@@ -33,4 +33,7 @@ for variant in "${@:-plain}"; do
     -DHVD_SANITIZE="$sanitize" >"$folder/configure.log" || { cat "$folder/configure.log"; exit 1; }
   cmake --build "$folder" -j "$jobs" >"$folder/build.log" || { cat "$folder/build.log"; exit 1; }
   timeout --kill-after=10 "${CPP_TESTS_TIMEOUT:-300}" "${runner[@]}" "$folder/cpp_tests"
+  if [ "$variant" = plain ]; then  # under a sanitizer the compiler of the kernels takes minutes
+    timeout --kill-after=10 "${CPP_TESTS_TIMEOUT:-300}" "$folder/nvrtc_tests"
+  fi
 done

@@ -232,9 +232,6 @@ int check_compiled(const NvrtcApi& nvrtc, int architecture) {
 }
 
 TEST(nvrtc_compiles_the_kernels_for_every_architecture) {
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  throw test::Skipped("a compiler under a sanitizer takes minutes; without one it runs");
-#endif
   const std::vector<std::string> libraries = nvrtc_libraries();
   if (libraries.empty()) {
     throw test::Skipped("no NVRTC is installed: pip install nvidia-cuda-nvrtc-cu12");
@@ -279,9 +276,6 @@ TEST(nvrtc_compiles_the_kernels_for_every_architecture) {
 }
 
 TEST(nvrtc_of_the_machine_through_the_cache) {
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  throw test::Skipped("a compiler under a sanitizer takes minutes; without one it runs");
-#endif
   const std::vector<std::string> libraries = nvrtc_libraries();
   if (libraries.empty()) {
     throw test::Skipped("no NVRTC is installed: pip install nvidia-cuda-nvrtc-cu12");

@@ -1,5 +1,8 @@
-# Where the tests find NVIDIA's own NVRTC: in the packages of the Python that is on the PATH, if
-# they are installed there. HVD_NVRTC_LIBRARIES can name others (a list of files).
+# nvrtc_tests: the kernels through NVIDIA's own compiler. A program of its own, because NVRTC crashes
+# in one in which hundreds of threads have come and gone, as the other tests' have.
+#
+# Where it finds NVRTC: in the packages of the Python that is on the PATH, if they are installed
+# there. HVD_NVRTC_LIBRARIES can name others (a list of files).
 
 set(HVD_NVRTC_LIBRARIES "" CACHE STRING "Files libnvrtc.so.* that the tests compile with")
 set(hvd_nvrtc_include "")
@@ -26,7 +29,13 @@ endforeach()
 
 # The functions' types are held against the header when the tests are built.
 list(JOIN HVD_NVRTC_LIBRARIES ":" hvd_nvrtc_files)
-set_source_files_properties(tests/cpp/nvrtc_test.cpp PROPERTIES
+add_executable(nvrtc_tests tests/cpp/main.cpp tests/cpp/nvrtc/nvrtc_test.cpp)
+target_include_directories(nvrtc_tests PRIVATE tests/cpp)
+target_compile_options(nvrtc_tests PRIVATE -Wall -Wextra)
+target_compile_definitions(nvrtc_tests PRIVATE "HVD_FAKES_DIR=\"${CMAKE_BINARY_DIR}/fakes\"")
+target_link_libraries(nvrtc_tests PRIVATE hvd_core host_kernels)
+add_dependencies(nvrtc_tests probe_third)
+set_source_files_properties(tests/cpp/nvrtc/nvrtc_test.cpp PROPERTIES
   INCLUDE_DIRECTORIES "${hvd_nvrtc_include}"
   COMPILE_DEFINITIONS
     "HVD_NVRTC_LIBRARIES=\"${hvd_nvrtc_files}\";HVD_SOURCE_FOLDER=\"${CMAKE_CURRENT_SOURCE_DIR}\"")

@@ -26,7 +26,7 @@ struct ControlSettings {
   uint64_t deadlock_ns = 2'000'000'000u;  // ranks wait for each other at least so long
 };
 
-struct ControlPage;
+struct ControlPage;  // see control_page.h
 
 // The control plane of ranks that share a host: a page of shared memory with bells, a mesh of
 // unix sockets that hands memory over and tells of deaths, and the watch thread.
@@ -120,6 +120,8 @@ class HostControlPlane final : public ControlPlane {
   void wake_stopped(const std::vector<int>& ranks) const;
   int first_left(const std::vector<int>& ranks) const;
 
+  static constexpr uint32_t kLeastSpinNs = 2'000;
+
   int rank_;
   int size_;
   Mesh mesh_;
@@ -149,6 +151,9 @@ class HostControlPlane final : public ControlPlane {
 
   std::unique_ptr<Watch> watch_;  // last: its thread uses all of the above
 };
+
+// For messages: three digits, and the unit.
+std::string in_seconds(uint64_t ns);
 
 // A line on standard error, written in one piece so that lines of several ranks do not mix.
 void print_line(int rank, const std::string& text);

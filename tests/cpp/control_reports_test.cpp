@@ -113,6 +113,50 @@ TEST(texts_are_read_whole_while_they_change) {
   CHECK(now_ns() - since < 10 * kSecond);
 }
 
+TEST(first_failure_stands_and_is_cut_between_characters) {
+  std::string text = "xy";
+  while (text.size() < 900) text += "\u20ac";  // three bytes each
+  std::atomic<int> arrived{0};
+  with_control(3, [&](HostControlPlane& control) {
+    CHECK(control.failure() == nullptr);
+    meet(control, arrived);
+    if (control.rank() == 2) control.post_failure(ErrorKind::rank_failed, text);
+    while (control.failure() == nullptr) std::this_thread::yield();
+    control.post_failure(ErrorKind::stall, "too late");
+    const Failure* failure = control.failure();
+    CHECK_EQ(failure->rank, 2);
+    CHECK(failure->kind == ErrorKind::rank_failed);
+    CHECK(failure->text.size() > 600);
+    CHECK_EQ(failure->text.size() % 3, 2u);
+    CHECK_EQ(failure->text, text.substr(0, failure->text.size()));
+  });
+}
+
+TEST(a_text_is_said_by_one_rank) {
+  constexpr uint64_t kTexts = 300;
+  std::atomic<int> first[kTexts] = {};
+  std::atomic<int> arrived{0};
+  with_control(3, [&](HostControlPlane& control) {
+    meet(control, arrived);
+    for (uint64_t text = 0; text < kTexts; ++text) {
+      // Neighbours in the table, and the digest that looks like a free entry.
+      if (control.first_to_say(text)) ++first[text];
+    }
+    for (uint64_t text = 0; text < kTexts; ++text) CHECK(!control.first_to_say(text));
+  });
+  // 0 and 1 are one digest.
+  CHECK_EQ(first[0].load() + first[1].load(), 1);
+  for (uint64_t text = 2; text < kTexts; ++text) CHECK_EQ(first[text].load(), 1);
+}
+
+TEST(a_full_table_of_texts_loses_none) {
+  with_control(1, [&](HostControlPlane& control) {
+    int said = 0;
+    for (uint64_t text = 1; text <= 5000; ++text) said += control.first_to_say(text * 977) ? 1 : 0;
+    CHECK_EQ(said, 5000);
+  });
+}
+
 TEST(forked_children_are_told_from_others_and_killed) {
   CHECK(read_process(getpid()).state == 'R' || read_process(getpid()).state == 'S');
   CHECK_EQ(read_process(0).state, '\0');

@@ -81,8 +81,8 @@ class ItemCounts:
         automatic = self._trainer.lightning_module.automatic_optimization
         self._skipped = output is None and automatic
         if self._skipped:
-            # No items, and so no say. Lightning does not accept None from one rank of several; a
-            # loss without a graph it passes on to where it is weighted.
+            # No items, and so no say. Where nobody votes, in a world of one, a loss without a graph
+            # gets to where it is weighted, and the window's other batches count.
             self._items = 0.0
             output = torch.zeros(())
         elif self._items is None and automatic:
@@ -167,7 +167,9 @@ class ItemCounts:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # zeros, where the user clears them so: not a gradient of 0
-        return loss if scaler is None else None
+        if scaler is not None:
+            return None
+        return torch.zeros(()) if loss is None else loss  # LBFGS takes no None
 
     def mean_loss(self, loss: Tensor, sum_of_ranks: Callable[[Tensor], Tensor]) -> Tensor:
         """The mean over the items of all ranks, of what Lightning's closure returned."""

@@ -366,6 +366,7 @@ class DataParallelStrategy(ReportingStrategy):
                     self._session.size,
                     lambda: attachments.has_logged,
                     lambda: inputs.active,
+                    self._after_joined_backward,
                 )
                 self._votes = votes
                 self._reducer.attach_notes(lambda: (inputs.note(), votes.note()))
@@ -463,8 +464,9 @@ class DataParallelStrategy(ReportingStrategy):
         if not self._voting():
             return output
         assert self._votes is not None
-        skipped = output is None or (self._item_counts is not None and self._item_counts.skipped)
-        return self._votes.stand_in(output, skipped, self._gradients_stay_local)
+        if self._item_counts is not None and self._item_counts.skipped:
+            output = None
+        return self._votes.stand_in(output, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -482,6 +484,10 @@ class DataParallelStrategy(ReportingStrategy):
         loss = closure()
         self._votes.join()
         return self._votes.count(optimizer, loss)
+
+    def _after_joined_backward(self) -> None:
+        """Calls `on_after_backward`, as Lightning does behind a backward."""
+        self.precision_plugin.post_backward(torch.zeros(()), self.lightning_module)
 
     # ---- ranks with different numbers of batches
 

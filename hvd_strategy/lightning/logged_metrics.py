@@ -136,19 +136,20 @@ class LoggedMetrics:
             if not known:
                 self._meets_each_step = bool(self._meets_each_step) or anything
 
-    def end_epoch(self, results: Any, had_batches: bool = True) -> None:
+    def end_epoch(self, results: Any, took_part: bool = True) -> None:
         """Brings together the values of an epoch, before anybody looks at them. Collective.
 
         Args:
             results: where they are.
-            had_batches: whether this rank had any in the epoch; else it has logged nothing.
+            took_part: whether this rank did in any batch of the epoch; else it need not have logged
+                what the others did.
         """
         if not self._together():
             return
         when = "at the end of an epoch"
-        if self._exchange_epoch(results, when, absent=not had_batches):
+        if self._exchange_epoch(results, when, absent=not took_part):
             # Again, with entries of all ranks.
-            self._give_entries(results, had_batches)
+            self._give_entries(results, took_part)
             self._exchange_epoch(results, when)
 
     # ---- what Lightning calls
@@ -280,13 +281,15 @@ class LoggedMetrics:
             set_logged_epoch_value(entry, value)
         return False
 
-    def _give_entries(self, results: Any, has_some: bool) -> None:
-        """Lets a rank that has logged nothing, for want of batches, know of what others have."""
+    def _give_entries(self, results: Any, took_part: bool) -> None:
+        """Lets a rank that took part in no batch know of what the others have logged."""
         own = {key: fields_of_logged(entry) for key, entry in _not_computed(results).items()}
-        told = self._session.exchange("logged entries", [own if has_some else None])
-        if not has_some:
-            for key, fields in next(entries for (entries,) in told if entries is not None).items():
-                add_logged(results, self._module, key, fields, _left_to_us)
+        told = self._session.exchange("logged entries", [own if took_part else None])
+        if not took_part:
+            others = next(entries for (entries,) in told if entries is not None)
+            for key, fields in others.items():
+                if key not in own:
+                    add_logged(results, self._module, key, fields, _left_to_us)
 
     def _exchange(
         self,

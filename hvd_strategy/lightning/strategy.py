@@ -487,6 +487,7 @@ class DataParallelStrategy(ReportingStrategy):
 
     def _after_joined_backward(self) -> None:
         """Calls `on_after_backward`, as Lightning does behind a backward."""
+        assert self.lightning_module is not None
         self.precision_plugin.post_backward(torch.zeros(()), self.lightning_module)
 
     # ---- ranks with different numbers of batches

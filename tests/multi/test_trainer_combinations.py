@@ -54,7 +54,9 @@ class Combined(Uneven):
             return None
         loss = self.loss_of(batch, batch_idx, items)
         self.log_loss(loss)
-        return {"loss": loss, "num_items": items} if self.case.average == "items" else loss
+        if self.case.average == "ranks":
+            return loss
+        return {"loss": loss, "num_items": items * self.case.items_per_row}
 
     def log_loss(self, loss: Tensor, **weight: Any) -> None:
         value = loss.detach().nan_to_num(0.0, 0.0)
@@ -122,6 +124,11 @@ class Fused(Combined):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5, fused=True)
 
 
+class Plain(Combined):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
 class Searching(Combined):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=2)
@@ -150,6 +157,7 @@ class Case:
     kind: str = "map"  # of data
     model: type[Combined] = Combined
     accumulate: int = 1
+    items_per_row: int = 1
     none: tuple[tuple[int, int], ...] = ()  # rank and batch for which training_step returns None
     overflow: tuple[int, ...] = ()  # batches with a loss of inf
     scale: float = 0.0  # at first, of a scaler
@@ -234,6 +242,10 @@ CASES = {
         scale=2.0**16,
         rounds=1e-2,
         trainer=CLIPS,
+    ),
+    "many items": Case(
+        (2, 5), model=Plain, items_per_row=2**14, none=((0, 0),), accumulate=2,
+        trainer={"precision": "16-true"}, rounds=1e-2,
     ),
     # Quasi-Newton steps amplify the rounding of the gradients.
     "ranks, search": Case((2, 4), "ranks", model=Searching, rounds=1e-4),

@@ -461,6 +461,7 @@ class DataParallelStrategy(ReportingStrategy):
         else:
             with inputs.among_active():
                 output = super().training_step(*args, **kwargs)
+        self._tell_first_items()
         if not self._voting():
             return output
         assert self._votes is not None

@@ -19,9 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from hvd_strategy import HvdStrategy, ScheduledPrecision
+from hvd_strategy import GradientReducer, HvdStrategy, ScheduledPrecision
 from tests.multi.pool import Ranks
 from tests.multi.trainer_cases import (
+    FEATURES,
     Outcome,
     assert_as_single_process,
     assert_ranks_agree,
@@ -244,8 +245,13 @@ CASES = {
         trainer=CLIPS,
     ),
     "many items": Case(
-        (2, 5), model=Plain, items_per_row=2**14, none=((0, 0),), accumulate=2,
-        trainer={"precision": "16-true"}, rounds=1e-2,
+        (2, 5),
+        model=Plain,
+        items_per_row=2**14,
+        none=((0, 0),),
+        accumulate=2,
+        trainer={"precision": "16-true"},
+        rounds=1e-2,
     ),
     # Quasi-Newton steps amplify the rounding of the gradients.
     "ranks, search": Case((2, 4), "ranks", model=Searching, rounds=1e-4),
@@ -273,6 +279,23 @@ def test_as_one_process(ranks: Ranks, name: str) -> None:
     assert results[0].global_step == expected.global_step
     for key, tensor in expected.state.items():
         torch.testing.assert_close(results[0].state[key], tensor, rtol=0, atol=case.rounds)
+
+
+def first_gradient_in_16_bits(expects: bool) -> bool:
+    layer = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float16)
+    reducer = GradientReducer(layer.named_parameters(), gradient_average="items")
+    if expects:
+        reducer.expect_items(2**15)
+    loss = (layer(torch.ones(1, FEATURES, dtype=torch.float16)) - 4.0).square().mean()
+    reducer.backward(loss, items=2**15 + own_rank())
+    reducer.close()
+    assert layer.weight.grad is not None
+    return bool(layer.weight.grad.isfinite().all())
+
+
+def test_the_first_gradients_of_a_loop_of_ones_own(ranks: Ranks) -> None:
+    for expects in (False, True):
+        assert ranks(first_gradient_in_16_bits, expects) == [expects] * 2
 
 
 # ---- ends and beginnings in the middle of an epoch

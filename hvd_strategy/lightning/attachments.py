@@ -100,7 +100,8 @@ class Attachments:
             votes.join()
             self._took_part |= not votes.skipped
             self._inputs.learn_from_reduction(reducer)
-            self._metrics.end_step(votes.skipped, votes.logged, training, bool(self._inputs.absent))
+            absent = bool(self._inputs.absent)
+            self._metrics.end_step(votes.skipped, votes.logged, training, absent, True)
             return output
 
         def manual_step(run: Callable[..., Any], *args: Any) -> Any:

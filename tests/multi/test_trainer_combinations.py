@@ -108,7 +108,8 @@ class Single:
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        self.norm_of_step = float(nn.utils.get_total_norm(gradients))
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        self.norm_of_step = float(nn.utils.get_total_norm(values))
 
 
 class Edits(Combined):
@@ -123,6 +124,20 @@ class Edits(Combined):
 class Fused(Combined):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5, fused=True)
+
+
+class Sparse(Combined):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.table = nn.Embedding(5, FEATURES, sparse=True)
+
+    def loss_of(self, batch: list[Tensor], batch_idx: int, items: int | None) -> Tensor:
+        inputs, targets = batch
+        looked_up = self.table((3 * inputs[:, 0].abs()).long() % 5)
+        return super().loss_of([inputs + looked_up, targets], batch_idx, items)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
 
 
 class Plain(Combined):
@@ -221,6 +236,9 @@ CASES = {
     "items, windows": Case((7, 3), accumulate=4, trainer=CLIPS),
     "items, None": Case(none=PARTLY_NONE, accumulate=2, kind="stream"),
     "items, none ever": Case((0, 4), kind="batches", scale=1024.0, trainer=CLIPS),
+    # Nobody logs in the first step; then one rank alone, in a batch whose gradients stay local.
+    "items, late": Case((3, 6), none=((0, 0), (1, 0), (1, 2)), accumulate=2, kind="stream"),
+    "ranks, late": Case((3, 6), "ranks", none=((0, 0), (1, 0), (1, 1), (0, 1)), accumulate=2),
     "items, layers": Case(
         model=Normalized, trainer={"sync_batchnorm": True, "precision": "64-true"}
     ),
@@ -233,6 +251,7 @@ CASES = {
     "ranks, edits": Case((2, 5), "ranks", "stream", Edits, none=PARTLY_NONE, trainer=CLIPS),
     "items, edits": Case((2, 5), model=Edits, none=PARTLY_NONE, accumulate=2),
     "items, edits, scaler": Case((2, 5), model=Edits, scale=1024.0, overflow=(3,), trainer=CLIPS),
+    "items, sparse": Case((2, 5), model=Sparse, none=PARTLY_NONE, accumulate=2),
     "items, precisions": Case((2, 6), precisions=CHANGES, accumulate=2),
     "items, scaler comes": Case((2, 6), precisions=SCALES_LATER, scale=1024.0),
     "ranks, scaler comes": Case((2, 6), "ranks", precisions=SCALES_LATER, scale=1024.0),

@@ -101,6 +101,10 @@ class Contribution:
         self.items += items
         return items / self._unit
 
+    def expect_items(self, items: float) -> None:
+        """Tells about how many items a rank will have in the next reduction; see `add_items`."""
+        self._next_unit = math.ldexp(1.0, math.frexp(items)[1])
+
     def announce(self, core: Any, in_backward: bool) -> None:
         """Tells the core, before this rank's first gradient of a round, or at a gate."""
         if self.by_items:
@@ -132,7 +136,7 @@ class Contribution:
         if not total:
             return 0.0
         if self.by_items:
-            self._next_unit = math.ldexp(1.0, math.frexp(total / ranks)[1])
+            self.expect_items(total / ranks)
         return pre * ranks / total * (1.0 if undone else agreed) / (scale or agreed)
 
     def clear(self) -> None:

@@ -88,6 +88,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def adopt_scale(self, scale: float) -> None:
         """Takes the scale that the ranks have agreed on, where theirs were different."""
+        self._have_scale()
         assert self._scale is not None
         assert self._growth_tracker is not None
         self._scale.fill_(scale)
@@ -103,11 +104,23 @@ class GradScaler(torch.amp.GradScaler):
             self._reducer.set_scale(scale)
         return scaled
 
+    def _have_scale(self) -> None:
+        """Makes torch's state, which begins with the first loss: this rank may have had none."""
+        if self._scale is None:
+            super().scale(torch.zeros((), device=self._device))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Undoes the scale of the optimizer's gradients; see torch's."""
+        if self._works_together():
+            self._have_scale()
+        super().unscale_(optimizer)
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless a gradient is inf or nan; see torch's."""
         if not self._works_together():
             return super().step(optimizer, *args, **kwargs)
         assert self._reducer is not None
+        self._have_scale()
         self._reducer.join(optimizer)
         if self._reducer.unscaled_early and scaler_is_ready_for(self, optimizer):
             # An optimizer that would undo the scale itself finds it undone.

@@ -110,6 +110,21 @@ class WeightedBackward:
             self._core.local = False
             contribution.in_weighted_backward = False
 
+    def expect_items(self, items: float) -> None:
+        """Tells, before the first backward, about how many items a rank has in a reduction.
+
+        Later on the last reduction tells. Without it the first losses are multiplied by their
+        number of items, with which 16-bit gradients may overflow. The same on all ranks.
+
+        Args:
+            items: The number, above 0.
+
+        Raises:
+            TypeError: It is none.
+        """
+        require_positive("items", items)
+        self._contribution.expect_items(items)
+
     def _backward_without_say(self, loss: Tensor, run: Callable[[Tensor], object]) -> None:
         """Runs a backward for the sake of collectives in it, drops its gradients, and reduces.
 

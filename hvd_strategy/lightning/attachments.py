@@ -54,6 +54,7 @@ class Attachments:
         self._states = MetricStates(module)
         self._data = data
         self._inputs = inputs
+        self._took_part = False  # in any step of this epoch, as far as this run makes it
         for loop, method, results in lightning_evaluation_loops(trainer):
             end_epoch = partial(self._end_evaluation, results)
             self._replacements.before(loop, method, self._data.compare_draws, end_epoch)
@@ -83,7 +84,8 @@ class Attachments:
         training, *_ = lightning_result_collections(trainer)
 
         def end_epoch() -> None:
-            self._metrics.end_epoch(training, self._inputs.had_batches)
+            took_part, self._took_part = self._took_part, False
+            self._metrics.end_epoch(training, took_part)
 
         before(epoch.val_loop, "on_run_start", broadcast_buffers)
         before(fit, "on_advance_end", broadcast_buffers, end_epoch)
@@ -96,13 +98,16 @@ class Attachments:
             output = run(*args)
             # Where the user's code called the closure without stepping.
             votes.join()
+            self._took_part |= not votes.skipped
             self._inputs.learn_from_reduction(reducer)
-            self._metrics.end_step(votes.skipped, votes.logged, training, bool(self._inputs.absent))
+            absent = bool(self._inputs.absent)
+            self._metrics.end_step(votes.skipped, votes.logged, training, absent, True)
             return output
 
         def manual_step(run: Callable[..., Any], *args: Any) -> Any:
             self._metrics.begin_step()
             output = run(*args)
+            self._took_part = True
             self._inputs.learn_from_reduction(reducer)
             self._metrics.end_step()
             return output

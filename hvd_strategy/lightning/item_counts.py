@@ -21,6 +21,7 @@ from hvd_strategy.engine import GradientReducer
 from hvd_strategy.errors import HvdError
 from hvd_strategy.lightning.logged_items import LoggedItems
 from hvd_strategy.lightning.replacements import Replacements
+from hvd_strategy.session import Session
 
 KEY = "num_items"
 
@@ -39,6 +40,7 @@ class ItemCounts:
         self._reducer: GradientReducer | None = None
         self._items: float | None = None  # of the running step
         self._skipped = False
+        self._first = True  # no rank has told of any items
         self._replacements = Replacements()
         self._logged = LoggedItems(trainer, lambda: self._items)
 
@@ -81,8 +83,8 @@ class ItemCounts:
         automatic = self._trainer.lightning_module.automatic_optimization
         self._skipped = output is None and automatic
         if self._skipped:
-            # No items, and so no say. Lightning does not accept None from one rank of several; a
-            # loss without a graph it passes on to where it is weighted.
+            # No items, and so no say. Where nobody votes, in a world of one, a loss without a graph
+            # gets to where it is weighted, and the window's other batches count.
             self._items = 0.0
             output = torch.zeros(())
         elif self._items is None and automatic:
@@ -123,6 +125,21 @@ class ItemCounts:
         """For a step that this rank has no batch for."""
         self._items = 0.0
         self._skipped = True
+
+    def tell_first(self, session: Session) -> None:
+        """Lets the ranks know how many items there are, before the first backward. Collective.
+
+        To be called after a training step in automatic optimization, before its backward. Does
+        nothing once any rank has had some.
+        """
+        if not self._first:
+            return
+        told = session.exchange("items of the first batch", [self._items])
+        items = sum(number for (number,) in told)
+        self._first = not items
+        if items:
+            assert self._reducer is not None
+            self._reducer.expect_items(items / session.size * self._divided_by())
 
     # ---- what follows
 
@@ -167,7 +184,9 @@ class ItemCounts:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # zeros, where the user clears them so: not a gradient of 0
-        return loss if scaler is None else None
+        if scaler is not None:
+            return None
+        return torch.zeros(()) if loss is None else loss  # LBFGS takes no None
 
     def mean_loss(self, loss: Tensor, sum_of_ranks: Callable[[Tensor], Tensor]) -> Tensor:
         """The mean over the items of all ranks, of what Lightning's closure returned."""

@@ -86,6 +86,9 @@ class LoggedMetrics:
         # Values of the running training step, by their key; and whether to meet after each step.
         self._of_step: dict[str, tuple[Any, _Logged]] = {}
         self._meets_each_step: bool | None = None
+        # Values of earlier batches of the accumulation window; and whether this rank skipped one.
+        self._deferred: dict[str, tuple[Any, _Logged]] = {}
+        self._skipped_meanwhile = False
         self._replacements = Replacements()
         for results in lightning_result_collections(trainer):
             # Lightning's own is hidden from torch.compile as well.
@@ -107,8 +110,8 @@ class LoggedMetrics:
 
     @property
     def has_logged(self) -> bool:
-        """Whether something was logged since `begin_step` that will be brought together."""
-        return bool(self._of_step)
+        """Whether something was logged that will be brought together at an `end_step`."""
+        return bool(self._of_step or self._deferred)
 
     def end_step(
         self,
@@ -116,6 +119,7 @@ class LoggedMetrics:
         any_logged: bool | None = None,
         results: Any = None,
         some_absent: bool = False,
+        votes_follow: bool = False,
     ) -> None:
         """Brings together what the optimization of one training batch logged. Collective.
 
@@ -123,32 +127,42 @@ class LoggedMetrics:
             skipped: whether this rank took no part in the step; then it need not have logged what
                 the others did.
             any_logged: whether any rank has logged something, as far as the ranks know it from each
-                other. None where they know nothing: they meet after the first step, and where one
+                other. None where they know nothing: they meet after the first step, and once one
                 has logged something, after all that follow.
             results: where ranks that were absent from the step find what they know of its values.
             some_absent: whether there are any, because they have run out of batches.
+            votes_follow: whether `any_logged` will be known later, if it is not now. Then a rank
+                that has logged does not assume that the others have: it waits until they know.
         """
         self._in_step = False
-        logged, self._of_step = self._of_step, {}
+        logged, self._of_step = {**self._deferred, **self._of_step}, {}
+        skipped = skipped or self._skipped_meanwhile
         known = any_logged is not None
+        if not known and votes_follow and self._meets_each_step is False:
+            self._deferred, self._skipped_meanwhile = self._weighed(logged), skipped
+            return
+        self._deferred, self._skipped_meanwhile = {}, False
+        if any_logged:
+            self._meets_each_step = True
         if logged or (any_logged if known else self._meets_each_step is not False):
             anything = self._exchange_step(logged, skipped, results if some_absent else None)
             if not known:
                 self._meets_each_step = bool(self._meets_each_step) or anything
 
-    def end_epoch(self, results: Any, had_batches: bool = True) -> None:
+    def end_epoch(self, results: Any, took_part: bool = True) -> None:
         """Brings together the values of an epoch, before anybody looks at them. Collective.
 
         Args:
             results: where they are.
-            had_batches: whether this rank had any in the epoch; else it has logged nothing.
+            took_part: whether this rank did in any batch of the epoch; else it need not have logged
+                what the others did.
         """
         if not self._together():
             return
         when = "at the end of an epoch"
-        if self._exchange_epoch(results, when, absent=not had_batches):
+        if self._exchange_epoch(results, when, absent=not took_part):
             # Again, with entries of all ranks.
-            self._give_entries(results, had_batches)
+            self._give_entries(results, took_part)
             self._exchange_epoch(results, when)
 
     # ---- what Lightning calls
@@ -242,12 +256,7 @@ class LoggedMetrics:
             of_absent: entries that it has from earlier steps, where ranks are absent: all of them
                 get the values, rank 0 as well, which writes them.
         """
-        entries = {key: value for key, (_, value) in logged.items()}
-        items = self._items()
-        if items is not None:
-            for key, (entry, found) in logged.items():
-                if found.by_items:
-                    entries[key] = _of_items(entry, found.operation, items)
+        entries = {key: value for key, (_, value) in self._weighed(logged).items()}
         told, combined = self._exchange("in a batch", entries, skipped, of_absent is not None)
         for key, value in combined.items():
             entry = logged[key][0] if key in logged else (of_absent or {}).get(key)
@@ -256,6 +265,16 @@ class LoggedMetrics:
                 # In place: where only the step counts, it is the same tensor as the entry's value.
                 cached.detach().copy_(value)
         return told
+
+    def _weighed(self, logged: dict[str, tuple[Any, _Logged]]) -> dict[str, tuple[Any, _Logged]]:
+        """The values by the number of items that the step has reported, where they count so."""
+        items = self._items()
+        if items is None:
+            return logged
+        return {
+            key: (entry, _of_items(entry, found.operation, items) if found.by_items else found)
+            for key, (entry, found) in logged.items()
+        }
 
     def _exchange_epoch(
         self,
@@ -280,13 +299,15 @@ class LoggedMetrics:
             set_logged_epoch_value(entry, value)
         return False
 
-    def _give_entries(self, results: Any, has_some: bool) -> None:
-        """Lets a rank that has logged nothing, for want of batches, know of what others have."""
+    def _give_entries(self, results: Any, took_part: bool) -> None:
+        """Lets a rank that took part in no batch know of what the others have logged."""
         own = {key: fields_of_logged(entry) for key, entry in _not_computed(results).items()}
-        told = self._session.exchange("logged entries", [own if has_some else None])
-        if not has_some:
-            for key, fields in next(entries for (entries,) in told if entries is not None).items():
-                add_logged(results, self._module, key, fields, _left_to_us)
+        told = self._session.exchange("logged entries", [own if took_part else None])
+        if not took_part:
+            others = next(entries for (entries,) in told if entries is not None)
+            for key, fields in others.items():
+                if key not in own:
+                    add_logged(results, self._module, key, fields, _left_to_us)
 
     def _exchange(
         self,

@@ -88,11 +88,13 @@ class LoopStrategy(ReportingStrategy):
         else:
             with inputs.among_active():
                 output = super().training_step(*args, **kwargs)
+        self._tell_first_items()
         if not self._voting():
             return output
         assert self._votes is not None
-        skipped = output is None or (self._item_counts is not None and self._item_counts.skipped)
-        return self._votes.stand_in(output, skipped, self._gradients_stay_local)
+        if self._item_counts is not None and self._item_counts.skipped:
+            output = None
+        return self._votes.stand_in(output, self._gradients_stay_local)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -110,6 +112,11 @@ class LoopStrategy(ReportingStrategy):
         loss = closure()
         self._votes.join()
         return self._votes.count(optimizer, loss)
+
+    def _after_joined_backward(self) -> None:
+        """Calls `on_after_backward`, as Lightning does behind a backward."""
+        assert self.lightning_module is not None
+        self.precision_plugin.post_backward(torch.zeros(()), self.lightning_module)
 
     # ---- ranks with different numbers of batches
 

@@ -79,6 +79,13 @@ class ReportingStrategy(CollectiveStrategy):
     def _items_of_step(self) -> float | None:
         return None if self._item_counts is None else self._item_counts.items
 
+    def _tell_first_items(self) -> None:
+        module = self.lightning_module
+        if self._item_counts is None or module is None or not module.automatic_optimization:
+            return
+        assert self._session is not None
+        self._item_counts.tell_first(self._session)
+
     # ---- what Lightning calls
 
     @override

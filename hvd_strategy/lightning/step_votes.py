@@ -44,6 +44,7 @@ class StepVotes:
         size: number of ranks.
         has_logged: whether this rank has logged, in the running step, what all bring together.
         active: how many ranks have a batch in the running step.
+        after_backward: called where this rank has joined a backward of others, with its gradients.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class StepVotes:
         size: int,
         has_logged: Callable[[], bool],
         active: Callable[[], int],
+        after_backward: Callable[[], object],
     ) -> None:
         self._reducer = reducer
         self._size = size
         self._has_logged = has_logged
         self._active = active
+        self._after_backward = after_backward
         self._skipped = False
         self._owes_backward = False
         self._logged: bool | None = None
@@ -99,12 +102,11 @@ class StepVotes:
         if self._ends_window:  # and was not counted: the user's code did not step
             self._begin_window()
 
-    def stand_in(self, output: Any, skipped: bool, gradients_stay_local: bool) -> Any:
+    def stand_in(self, output: Any, gradients_stay_local: bool) -> Any:
         """Returns what Lightning is to get for the output of a training step.
 
         Args:
             output: of the step; None for none, which then has no backward of its own.
-            skipped: whether the step has no say. One with an output nevertheless has a backward.
             gradients_stay_local: whether the window goes on.
         """
         active = self._active()
@@ -112,7 +114,7 @@ class StepVotes:
             self._active_first = active
         # With means over items each rank's share is its number of items.
         self._share = 1.0 if self._reducer.averages_items else self._active_first / active
-        self._skipped = skipped
+        self._skipped = output is None
         if output is not None:
             self._shares += self._share
             self._took_part |= _FIRST_BATCH << min(self._batches, _MOST_BATCHES)
@@ -141,6 +143,14 @@ class StepVotes:
             self._owes_backward = False
             self._tell_weight()
             self._reducer.join_backward()
+            if any(vote & self._last_batch for _, vote in self._reducer.notes):
+                # The others' hooks may have changed the gradients, which are these.
+                self._after_backward()
+
+    @property
+    def _last_batch(self) -> int:
+        """The bit of the last batch so far."""
+        return _FIRST_BATCH << min(max(self._batches - 1, 0), _MOST_BATCHES)
 
     def count(self, optimizer: Optimizer, loss: Any) -> Any:
         """Counts the votes after a reduced backward.
@@ -156,7 +166,7 @@ class StepVotes:
         reduced = self._reducer.reductions != self._reductions
         # Where Lightning left backward out, nobody has told anything.
         votes = [note for _, note in self._reducer.notes] if reduced else []
-        last = _FIRST_BATCH << min(max(self._batches - 1, 0), _MOST_BATCHES)
+        last = self._last_batch
         counted = _FIRST_BATCH << min(self._batches, _MOST_BATCHES + 1)
         batches = self._batches
         self._begin_window()

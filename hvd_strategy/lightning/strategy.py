@@ -351,6 +351,7 @@ class DataParallelStrategy(LoopStrategy):
                     self._session.size,
                     lambda: attachments.has_logged,
                     lambda: inputs.active,
+                    self._after_joined_backward,
                 )
                 self._votes = votes
                 self._reducer.attach_notes(lambda: (inputs.note(), votes.note()))

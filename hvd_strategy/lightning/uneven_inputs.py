@@ -116,12 +116,6 @@ class UnevenInputs:
         """The lowest of these ranks."""
         return self._active[0]
 
-    @property
-    def had_batches(self) -> bool:
-        """Whether this rank had any batch in this epoch."""
-        epoch = self._epoch
-        return epoch is None or epoch.supplies.counts[self._session.rank] > 0
-
     def note(self) -> int:
         """What this rank tells the others with the reduction of gradients."""
         return 0 if self._epoch is None else self._epoch.note()

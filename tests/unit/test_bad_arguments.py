@@ -132,6 +132,7 @@ CASES: dict[str, dict[str, list[tuple[Any, str]]]] = {
         "run": [(None, "a function of the weighted loss")],
         "times": [(0, ABOVE_0), (None, ABOVE_0)],
     },
+    "GradientReducer.expect_items": {"items": [(0, ABOVE_0), (None, ABOVE_0)]},
     "GradientReducer.set_step": {"step": [(-1, STEPS), (True, STEPS), (1.0, STEPS), ("1", STEPS)]},
     "GradientReducer.set_weight": {
         "weight": [(-1, FROM_0), (True, FROM_0), ("1", FROM_0)],
@@ -244,6 +245,7 @@ def call(name: str, **arguments: Any) -> Any:
                 "items": None,
                 "run": torch.Tensor.backward,
             },
+            "expect_items": {"items": 3},
             "set_weight": {"weight": 2},
             "set_step": {"step": 3},
             "attach_scaler": {"scaler": None},

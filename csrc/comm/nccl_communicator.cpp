@@ -19,7 +19,7 @@ namespace {
 // Places of the board.
 enum : uint32_t { kState, kLaunched, kFinished, kPlaces };
 // What is in kState.
-enum : uint64_t { kAway, kBegun, kReady, kFailed };
+enum : uint64_t { kAway, kBegun, kReady, kFailed, kClosed };
 
 constexpr uint64_t kSettleNs = 100'000u;    // between two looks at a call that NCCL is at
 constexpr uint64_t kWaitedForNs = 50'000u;  // between two looks while a thread waits
@@ -544,11 +544,16 @@ void NcclCommunicator::look_at_limits(const Flight& oldest) {
   }
   for (size_t member = 0; oldest.number != 0 && member < members_.size(); ++member) {
     const int peer = members_[member];
-    // In this order: what it launched before it left is on the board.
-    if (!control_->has_left(peer) || board_->read(member, kLaunched) >= oldest.number) continue;
-    if (peer == control_->rank()) continue;
+    // Looked at first: what it launched before it went is on the board then.
+    const bool left = control_->has_left(peer);
+    const bool gone = left || board_->read(member, kState) == kClosed;
+    if (!gone || peer == control_->rank() || board_->read(member, kLaunched) >= oldest.number) {
+      continue;
+    }
     fail(ErrorKind::rank_failed,
-         "rank " + std::to_string(peer) + " has left the job and never launched " + title(oldest) +
+         "rank " + std::to_string(peer) + " has " +
+             (left ? "left the job" : "closed its part of the communicator") +
+             " and never launched " + title(oldest) +
              "; all ranks have to take part in the same steps",
          true);
     return;
@@ -661,6 +666,7 @@ void NcclCommunicator::close() {
 
 // Leaves the others in good order.
 void NcclCommunicator::finalize(uint64_t deadline) {
+  board_->publish(kState, kClosed);
   const NcclComm comm = comm_;
   NcclResult state = nccl_->comm_finalize(comm);
   while (state == NcclResult::in_progress && now_ns() < deadline) {

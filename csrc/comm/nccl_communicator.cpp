@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
-#include <map>
+#include <cstdio>
 #include <new>
 #include <utility>
 
@@ -16,16 +14,15 @@
 namespace hvd {
 namespace {
 
-// Places of the board.
-enum : uint32_t { kState, kLaunched, kFinished, kPlaces };
-// What is in kState.
-enum : uint64_t { kAway, kBegun, kReady, kFailed, kClosed };
-
-constexpr uint64_t kSettleNs = 100'000u;    // between two looks at a call that NCCL is at
-constexpr uint64_t kWaitedForNs = 50'000u;  // between two looks while a thread waits
-constexpr uint64_t kAbortAfterNs =
-    5'000'000'000u;  // a call gets this time to return before an abort
+// Between two looks: at a call that NCCL is at, and at what a thread waits for.
+constexpr uint64_t kSettleNs = 100'000u;
+constexpr uint64_t kWaitedForNs = 50'000u;
+// A call of NCCL gets this time to return before an abort.
+constexpr uint64_t kAbortAfterNs = 5'000'000'000u;
+// The control plane gets this time to say which rank it is that NCCL misses.
 constexpr uint64_t kCulpritNs = 1'000'000'000u;
+// The other ranks get this time to close their parts as well.
+constexpr uint64_t kPartingNs = 1'000'000'000u;
 
 void nap(uint64_t ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
 
@@ -33,19 +30,6 @@ std::string in_seconds(uint64_t ns) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
   return text;
-}
-
-std::string list_of(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  return text;
-}
-
-// Communicators of this process by device.
-std::mutex counts_mutex;
-std::map<int, int>& counts() {
-  static auto* const made = new std::map<int, int>;
-  return *made;
 }
 
 // Lets the watchdog look more often for as long as it lives.
@@ -59,11 +43,6 @@ class Waiter {
  private:
   std::atomic<int>& waiters_;
 };
-
-bool one_hardware_queue() {
-  const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-  return text != nullptr && std::atoi(text) == 1;
-}
 
 }  // namespace
 
@@ -97,174 +76,13 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<ControlPlane> control, std::v
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 
+std::string NcclCommunicator::list_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
 bool NcclCommunicator::usable() const { return generation_ == fork_generation(); }
-
-// ---- How it comes about ----
-
-std::vector<std::string> NcclCommunicator::exchange(const std::string& record,
-                                                    const std::string& what,
-                                                    const std::function<void()>* interrupt) {
-  const auto late = [this] {
-    std::vector<int> ranks;
-    for (const int member : channel_->missing()) {
-      ranks.push_back(members_[static_cast<size_t>(member)]);
-    }
-    return ranks;
-  };
-  Wait wait;
-  wait.timeout_ns = settings_.init_timeout_ns;
-  wait.first = true;
-  wait.interrupt = interrupt;
-  wait.describe = [&] { return what + " on " + list_of(late()); };
-  wait.channel = channel_->key();
-  wait.operation = ++exchanges_;
-  wait.missing = late;
-  channel_->begin(record);
-  control_->wait([&] { return channel_->poll() ? Step::done : Step::blocked; }, wait, members_);
-  return channel_->records();
-}
-
-// Throws where some rank has told a problem (its record begins with '!').
-void NcclCommunicator::check_records(const std::vector<std::string>& records) const {
-  std::string text;
-  for (size_t member = 0; member < records.size(); ++member) {
-    if (records[member].empty() || records[member][0] != '!') continue;
-    text += "; rank " + std::to_string(members_[member]) + ": " + records[member].substr(1);
-  }
-  if (text.empty()) return;
-  const bool own =
-      !records[static_cast<size_t>(rank_)].empty() && records[static_cast<size_t>(rank_)][0] == '!';
-  throw Error(own ? ErrorKind::error : ErrorKind::rank_failed,
-              "the NCCL communicator \"" + settings_.name + "\" did not come about on rank " +
-                  std::to_string(control_->rank()) + text);
-}
-
-NcclUniqueId NcclCommunicator::exchange_id(const std::function<void()>* interrupt) {
-  NcclUniqueId id{};
-  std::string record;
-  // What goes wrong here is told to the others, who would wait for this rank.
-  try {
-    const CudaContextScope scope(*driver_, context_);
-    int least = 0;
-    int greatest = 0;
-    driver_->check(driver_->context_get_device(&device_), "cuCtxGetDevice");
-    count_on_device();
-    driver_->check(driver_->context_get_stream_priority_range(&least, &greatest),
-                   "cuCtxGetStreamPriorityRange");
-    driver_->check(driver_->stream_create(&stream_, kCudaStreamNonBlocking, greatest),
-                   "cuStreamCreateWithPriority");
-    record = std::to_string(nccl_->version());
-    if (rank_ == 0) {
-      nccl_->check(nccl_->get_unique_id(&id), nullptr, "ncclGetUniqueId");
-      record += ":" + std::string(id.internal, sizeof id.internal);
-    }
-  } catch (const Error& error) {
-    record = std::string("!") + error.what();
-  }
-  const std::vector<std::string> records =
-      exchange(record, "the start of the NCCL communicator \"" + settings_.name + "\"", interrupt);
-  check_records(records);
-  const auto version = [](const std::string& text) { return text.substr(0, text.find(':')); };
-  for (size_t member = 0; member < records.size(); ++member) {
-    if (version(records[member]) == version(records[0])) continue;
-    throw Error(ErrorKind::mismatch, "ranks have different versions of NCCL: rank " +
-                                         std::to_string(members_[0]) + " " +
-                                         nccl_version_text(std::atoi(records[0].c_str())) +
-                                         ", rank " + std::to_string(members_[member]) + " " +
-                                         nccl_version_text(std::atoi(records[member].c_str())) +
-                                         "; install the same on all of them");
-  }
-  std::memcpy(id.internal, records[0].data() + records[0].find(':') + 1, sizeof id.internal);
-  return id;
-}
-
-void NcclCommunicator::count_on_device() {
-  const std::lock_guard<std::mutex> lock(counts_mutex);
-  if (counts()[device_] > 0 && one_hardware_queue()) {
-    throw Error(ErrorKind::bad_argument,
-                "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a GPU share one queue, in "
-                "which the kernels of two NCCL communicators can wait for each other for ever; "
-                "unset it, or set it to 8");
-  }
-  ++counts()[device_];
-  counted_ = true;
-}
-
-void NcclCommunicator::initialize(const NcclUniqueId& id, const std::function<void()>* interrupt) {
-  std::string problem;
-  const auto note = [&](NcclResult result) {
-    try {
-      nccl_->check(result, comm_, "ncclCommInitRankConfig");
-    } catch (const Error& error) {
-      problem = error.what();
-    }
-  };
-  board_->publish(kState, kBegun);
-  {
-    const CudaContextScope scope(*driver_, context_);
-    const std::lock_guard<std::mutex> lock(nccl_mutex_);
-    NcclConfig config;
-    config.comm_name = settings_.name.c_str();
-    if (settings_.max_ctas > 0) {
-      config.min_ctas = 1;
-      config.max_ctas = settings_.max_ctas;
-    }
-    NcclComm comm = nullptr;
-    const NcclResult result =
-        nccl_->comm_init_rank_config(&comm, static_cast<int>(members_.size()), id, rank_, &config);
-    comm_ = comm;
-    note(result);
-  }
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    initializing_ = true;
-    watched_.notify_all();
-  }
-  const auto with_state = [this](uint64_t first, uint64_t last) {
-    std::vector<int> ranks;
-    for (size_t member = 0; member < members_.size(); ++member) {
-      const uint64_t state = board_->read(member, kState);
-      if (state >= first && state <= last) ranks.push_back(members_[member]);
-    }
-    return ranks;
-  };
-  Wait wait;
-  wait.timeout_ns = settings_.init_timeout_ns;
-  wait.first = true;
-  wait.interrupt = interrupt;
-  wait.describe = [&] {
-    const std::vector<int> away = with_state(kAway, kAway);
-    const std::vector<int> begun = with_state(kBegun, kBegun);
-    std::string text = "ncclCommInitRankConfig of \"" + settings_.name + "\"";
-    if (!away.empty()) text += ", not called yet by " + list_of(away);
-    if (!begun.empty()) text += ", called and not done on " + list_of(begun);
-    return text;
-  };
-  wait.channel = channel_->key();
-  wait.operation = ++exchanges_;
-  wait.missing = [&] { return with_state(kAway, kAway); };
-  bool others_failed = false;
-  // The watchdog rings while initializing_ is set.
-  control_->wait(
-      [&] {
-        if (!problem.empty()) return Step::done;
-        others_failed = !with_state(kFailed, kFailed).empty();
-        if (others_failed) return Step::done;
-        NcclResult state = NcclResult::in_progress;
-        note(nccl_->comm_get_async_error(comm_, &state));
-        if (problem.empty() && state == NcclResult::in_progress) return Step::blocked;
-        note(state);
-        return Step::done;
-      },
-      wait, members_);
-  initializing_ = false;
-  const bool good = problem.empty() && !others_failed;
-  board_->publish(kState, good ? kReady : kFailed);
-  control_->notify();
-  check_records(exchange(problem.empty() ? std::string() : "!" + problem,
-                         "the NCCL communicator \"" + settings_.name + "\" to come about",
-                         interrupt));
-}
 
 // ---- The callers' side ----
 
@@ -461,8 +279,8 @@ std::string NcclCommunicator::whereabouts(const Flight& flight) const {
     if (board_->read(member, kLaunched) < flight.number) away.push_back(members_[member]);
     if (board_->read(member, kFinished) < flight.number) unfinished.push_back(members_[member]);
   }
-  if (!away.empty()) return "never launched by " + list_of(away);
-  return "launched by all ranks, but not finished on " + list_of(unfinished) +
+  if (!away.empty()) return "never launched by " + list_ranks(away);
+  return "launched by all ranks, but not finished on " + list_ranks(unfinished) +
          ": a GPU or the network between them does not get on";
 }
 
@@ -660,12 +478,14 @@ void NcclCommunicator::close() {
     nap(kWaitedForNs);
   }
   end_threads();
-  if (!is_broken_) finalize(deadline);
+  if (!is_broken_) finalize();
   release();
 }
 
-// Leaves the others in good order.
-void NcclCommunicator::finalize(uint64_t deadline) {
+// Leaves the others in good order. NCCL wants all of them for that; who is kept waiting aborts,
+// which does no harm, as nothing runs any more.
+void NcclCommunicator::finalize() {
+  const uint64_t deadline = now_ns() + kPartingNs;
   board_->publish(kState, kClosed);
   const NcclComm comm = comm_;
   NcclResult state = nccl_->comm_finalize(comm);
@@ -695,11 +515,7 @@ void NcclCommunicator::end_threads() {
 }
 
 void NcclCommunicator::release() {
-  if (counted_) {
-    const std::lock_guard<std::mutex> lock(counts_mutex);
-    --counts()[device_];
-    counted_ = false;
-  }
+  uncount_on_device();
   // The context may be gone at exit, and all that was in it.
   if (driver_->context_push(context_) != CudaResult::success) return;
   abort_nccl();

@@ -113,12 +113,16 @@ class NcclCommunicator {
   void close();
 
  private:
+  // Taken by the launching thread.
   struct Flight {
     uint64_t ticket = 0;
     uint64_t number = 0;  // among the collectives, from 1 on; 0: this rank's own business
     std::string name;
     CudaEvent event = nullptr;  // null: it is being launched
   };
+  // What the members know of each other: places of the board, and what is in kState.
+  enum : uint32_t { kState, kLaunched, kFinished, kPlaces };
+  enum : uint64_t { kAway, kBegun, kReady, kFailed, kClosed };
   struct Broken {
     ErrorKind kind;
     std::string text;
@@ -130,6 +134,7 @@ class NcclCommunicator {
                                     const std::function<void()>* interrupt);
   void check_records(const std::vector<std::string>& records) const;
   void count_on_device();
+  void uncount_on_device();
 
   void launch_main();
   void launch_one(Operation& operation, const Flight& flight);
@@ -144,12 +149,13 @@ class NcclCommunicator {
   void fail(ErrorKind kind, const std::string& text, bool tell);
   void abort();
   void abort_nccl();
+  static std::string list_ranks(const std::vector<int>& ranks);
   std::string title(const Flight& flight) const;
   std::string whereabouts(const Flight& flight) const;
 
   [[noreturn]] void throw_broken() const;
   void wait_for(uint64_t ticket, const Wait& wait, const std::function<bool()>& there);
-  void finalize(uint64_t deadline);
+  void finalize();
   void end_threads();
   void release();
 

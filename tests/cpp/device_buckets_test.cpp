@@ -173,6 +173,7 @@ TEST(device_buckets_of_many_steps_never_make_the_host_wait) {
   const std::vector<uint64_t> counts = {9000, 5};
   const DType types[kBuckets] = {DType::f32, DType::f16, DType::f32, DType::bf16, DType::f32};
   std::atomic<int> warm{0};
+  std::atomic<int> begun{0};
   std::atomic<int> done{0};
   std::atomic<int> counted{0};
   with_gpu_ranks(kRanks, [&](GpuRank& rank) {
@@ -208,6 +209,7 @@ TEST(device_buckets_of_many_steps_never_make_the_host_wait) {
     test::meet(rank.session.control(), warm);
     static std::unique_ptr<CudaFaults> counter;
     if (own == 0) counter = std::make_unique<CudaFaults>("");  // counts from zero
+    test::meet(rank.session.control(), begun);
     for (int number = 1; number <= kSteps; ++number) {
       // New source buffers, as the stream still reads the old ones; the same gradients.
       for (Tensors& tensor : tensors) tensor.renew_source();
@@ -493,6 +495,7 @@ TEST(device_buckets_refuse_what_they_cannot_reduce) {
 TEST(device_bucket_that_cannot_be_launched_ends_the_job_on_all_ranks) {
   // A bucket takes four launches: pack, trailer, post, combine.
   const CudaFaults faults("cuLaunchKernel[1]@6=719");
+  std::atomic<int> first_step{0};
   with_gpu_ranks(2, [&](GpuRank& rank) {
     const auto communicator = rank.open(quick_nccl());
     const auto buckets = open_buckets(rank, communicator);
@@ -505,6 +508,8 @@ TEST(device_bucket_that_cannot_be_launched_ends_the_job_on_all_ranks) {
       buckets->end_round(rank.gpu.stream, soon());
     };
     step();
+    rank.gpu.synchronize();
+    test::meet(rank.session.control(), first_step);
     const bool own = rank.session.rank() == 1;
     const auto step_and_read = [&] {
       step();

@@ -162,19 +162,23 @@ struct DeviceBuckets::State {
                   "cuMemcpyHtoDAsync");
   }
 
-  // A source that no copy reads from any more. There are as many as copies under way.
+  // A source that no copy reads from any more.
   Source& source(size_t bytes) {
     for (Source& known : sources) {
       if (known.bytes >= bytes && driver->event_query(known.copied) == CudaResult::success) {
         return known;
       }
     }
+    return add_source(bytes);
+  }
+
+  Source& add_source(size_t bytes) {
     Source made;
     made.bytes = (bytes + 4095) / 4096 * 4096;
+    made.copied = new_event();
     driver->check(driver->host_allocate(&made.memory, made.bytes, kCudaHostPortable),
                   "cuMemHostAlloc");
     sources.push_back(made);
-    sources.back().copied = new_event();
     return sources.back();
   }
 
@@ -358,6 +362,9 @@ uint32_t DeviceBuckets::add(const std::string& name, const std::vector<uint64_t>
   bucket->total_weight = reinterpret_cast<double*>(memory + total_weight);
   bucket->used = reinterpret_cast<float*>(memory + used);
   bucket->done = state.new_event();
+  // For the pointers of two rounds. Only a host that is further ahead of the device makes more.
+  for (int i = 0; i < 2 && !counts.empty(); ++i)
+    state.add_source(counts.size() * sizeof(gpu::Segment));
   // From the bucket's own tables, which stay.
   state.upload(bucket->chunks, table.chunks.data(), bytes_of(table.chunks));
   state.upload(bucket->first_chunks, table.first_chunks.data(), bytes_of(table.first_chunks));

@@ -249,6 +249,39 @@ TEST(device_buckets_of_many_steps_never_make_the_host_wait) {
   });
 }
 
+// Fresh gradients lie elsewhere in every step, and the host is steps ahead of a slow device.
+TEST(device_buckets_follow_pointers_that_change) {
+  constexpr int kSteps = 8;
+  const CudaFaults faults("cuMemcpyHtoDAsync_v2=slow:1");
+  with_gpu_ranks(2, [&](GpuRank& rank) {
+    const auto communicator = rank.open(quick_nccl());
+    const auto buckets = open_buckets(rank, communicator, 1);
+    buckets->add("gradient bucket 0", {300, 7}, DType::f32, DType::f32, soon());
+    buckets->add("gradient bucket 1", {300, 7}, DType::f32, DType::f32, soon());
+    const int own = rank.session.rank();
+    std::vector<Tensors> tensors;
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      tensors.emplace_back(rank.gpu, DType::f32, std::vector<uint64_t>{300, 7});
+    }
+    for (int step = 0; step < kSteps; ++step) {
+      for (uint32_t bucket = 0; bucket < 2; ++bucket) {
+        Tensors& tensor = tensors[static_cast<size_t>(step) * 2 + bucket];
+        tensor.produce(own, step, rank.gpu.stream);
+        DeviceBuckets::Gradients gradients = gradients_of(tensor, rank.gpu.stream);
+        gradients.pre = 1 << (step % 3);
+        buckets->post(bucket, gradients);
+      }
+      buckets->end_round(rank.gpu.stream, soon());
+    }
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      tensors[static_cast<size_t>(i)].check([&](size_t g, size_t at) {
+        const int step = i / 2;
+        return (1 << (step % 3)) * (value_of(0, step, g, at) + value_of(1, step, g, at)) / 2;
+      });
+    }
+  });
+}
+
 TEST(device_bucket_counts_ranks_that_give_nothing) {
   with_gpu_ranks(2, [&](GpuRank& rank) {
     const auto communicator = rank.open(quick_nccl());

@@ -26,6 +26,11 @@ constexpr uint64_t kPartingNs = 1'000'000'000u;
 
 void nap(uint64_t ns) { std::this_thread::sleep_for(std::chrono::nanoseconds(ns)); }
 
+ErrorKind kind_of(const std::exception& error) {
+  const auto* known = dynamic_cast<const Error*>(&error);
+  return known != nullptr ? known->kind() : ErrorKind::error;
+}
+
 std::string in_seconds(uint64_t ns) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) * 1e-9);
@@ -142,7 +147,7 @@ void NcclCommunicator::wait_for(uint64_t ticket, const Wait& given,
   }
   try {
     control_->wait([&] { return is_broken_ || there() ? Step::done : Step::blocked; }, wait, {});
-  } catch (const Error& error) {
+  } catch (...) {
     if (const Failure* failure = control_->failure()) fail(failure->kind, failure->text, false);
     throw;
   }
@@ -211,8 +216,8 @@ void NcclCommunicator::launch_main() {
     try {
       if (!scope) scope = std::make_unique<CudaContextScope>(*driver_, context_);
       launch_one(operation, flight);
-    } catch (const Error& error) {
-      fail(error.kind(), title(flight) + " could not be launched: " + error.what(), true);
+    } catch (const std::exception& error) {
+      fail(kind_of(error), title(flight) + " could not be launched: " + error.what(), true);
     }
   }
 }
@@ -297,12 +302,12 @@ void NcclCommunicator::watch_main() {
     try {
       if (!scope) scope = std::make_unique<CudaContextScope>(*driver_, context_);
       look();
-    } catch (const Error& error) {
-      fail(error.kind(), error.what(), true);
+    } catch (const std::exception& error) {
+      fail(kind_of(error), error.what(), true);
     }
     if (is_broken_ && !aborted_) abort();
-    if (!aborted_)
-      nap(waiters_ > 0 ? std::min(kWaitedForNs, settings_.poll_ns) : settings_.poll_ns);
+    const uint64_t pause = settings_.poll_ns;
+    if (!aborted_) nap(waiters_ > 0 ? std::min(kWaitedForNs, pause) : pause);
   }
 }
 

@@ -136,6 +136,12 @@ struct DeviceBuckets::State {
     return new_event();
   }
 
+  // A stream that was told to wait for an event waits for what it stood for then.
+  void give_back(const std::vector<CudaEvent>& known) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    free_events.insert(free_events.end(), known.begin(), known.end());
+  }
+
   CudaPointer allocate(size_t bytes) {
     CudaPointer pointer = 0;
     driver->check(driver->memory_allocate(&pointer, bytes), "cuMemAlloc");
@@ -230,11 +236,8 @@ void DeviceBuckets::State::prepare(Posted& posted, CudaStream comm_stream) {
     bucket.uploaded = posted.segments;
   }
   for (const CudaEvent event : posted.ready) wait_event(pack_stream, event);
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    free_events.insert(free_events.end(), posted.ready.begin(), posted.ready.end());
-    posted.ready.clear();
-  }
+  give_back(posted.ready);
+  posted.ready.clear();
   if (slot.used_before) wait_event(pack_stream, slot.done);
   gpu::PackArguments pack{};
   pack.segments = bucket.segments;
@@ -440,6 +443,7 @@ void DeviceBuckets::end_round(CudaStream stream, const Wait& wait) {
 }
 
 DeviceBuckets::Result DeviceBuckets::read(uint32_t number, const Wait& wait) {
+  communicator_->check();
   State& state = *state_;
   if (number >= size()) {
     throw Error(ErrorKind::bad_argument,
@@ -508,6 +512,7 @@ uint32_t DeviceBuckets::add_group(const std::vector<uint32_t>& buckets, const Wa
   const CudaEvent uploaded = state.take_event();
   state.record(uploaded, state.pack_stream);
   state.wait_event(communicator_->stream(), uploaded);
+  state.give_back({uploaded});
   state.groups.push_back(std::move(group));
   return static_cast<uint32_t>(state.groups.size() - 1);
 }

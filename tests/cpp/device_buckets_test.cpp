@@ -527,7 +527,7 @@ TEST(device_buckets_refuse_what_they_cannot_reduce) {
 // may still write to is not given back.
 TEST(device_bucket_that_cannot_be_launched_ends_the_job_on_all_ranks) {
   // A bucket takes four launches: pack, trailer, post, combine.
-  const CudaFaults faults("cuLaunchKernel[1]@6=719");
+  const CudaFaults faults("cuLaunchKernel[1]@5=719");
   std::atomic<int> first_step{0};
   with_gpu_ranks(2, [&](GpuRank& rank) {
     const auto communicator = rank.open(quick_nccl());

@@ -125,17 +125,20 @@ uint64_t NcclCommunicator::launch(Operation operation) {
   check();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (broken_) throw_broken();
-  queue_.emplace_back(++tickets_, std::move(operation));
+  Flight flight;
+  flight.ticket = ++tickets_;
+  flight.number = operation.collective ? ++collectives_ : 0;
+  flight.name = operation.name;
+  if (flight.number != 0) board_->publish(kGiven, flight.number);
+  queue_.emplace_back(std::move(flight), std::move(operation));
   queued_.notify_all();
   return tickets_;
 }
 
-void NcclCommunicator::wait_for(uint64_t ticket, const Wait& given,
-                                const std::function<bool()>& there) {
+void NcclCommunicator::wait_for(uint64_t ticket, Wait wait, const std::function<bool()>& there) {
   check();
   if (there()) return;
   const Waiter waiter(waiters_);
-  Wait wait = given;
   if (!wait.describe) {
     wait.describe = [this, ticket] {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -166,8 +169,35 @@ void NcclCommunicator::stream_wait(CudaStream stream, uint64_t ticket, const Wai
   }
 }
 
-void NcclCommunicator::wait(uint64_t ticket, const Wait& wait) {
-  wait_for(ticket, wait, [&] { return finished_ >= ticket; });
+// Of the last collective that this ticket waits for; 0: none that is under way.
+uint64_t NcclCommunicator::number_of(uint64_t ticket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  uint64_t number = 0;
+  for (const Flight& flight : flights_) {
+    if (flight.ticket <= ticket) number = std::max(number, flight.number);
+  }
+  for (const auto& queued : queue_) {
+    if (queued.first.ticket <= ticket) number = std::max(number, queued.first.number);
+  }
+  return number;
+}
+
+void NcclCommunicator::wait(uint64_t ticket, const Wait& given) {
+  Wait wait = given;
+  const uint64_t number = number_of(ticket);
+  if (number != 0) {
+    // Ranks that wait elsewhere, and have not even called launch() for it, will never come.
+    wait.channel = channel_->key();
+    wait.operation = exchanges_ + number;
+    wait.missing = [this, number] {
+      std::vector<int> ranks;
+      for (size_t member = 0; member < members_.size(); ++member) {
+        if (board_->read(member, kGiven) < number) ranks.push_back(members_[member]);
+      }
+      return ranks;
+    };
+  }
+  wait_for(ticket, std::move(wait), [&] { return finished_ >= ticket; });
 }
 
 bool NcclCommunicator::await_end(uint64_t ticket) {
@@ -205,11 +235,9 @@ void NcclCommunicator::launch_main() {
       std::unique_lock<std::mutex> lock(mutex_);
       queued_.wait(lock, [this] { return stop_ || (!broken_ && !queue_.empty()); });
       if (stop_) return;
-      flight.ticket = queue_.front().first;
+      flight = std::move(queue_.front().first);
       operation = std::move(queue_.front().second);
       queue_.pop_front();
-      flight.number = operation.collective ? ++collectives_ : 0;
-      flight.name = operation.name;
       flights_.push_back(flight);
       watched_.notify_all();
     }
@@ -411,7 +439,7 @@ void NcclCommunicator::report_failed(ErrorKind kind, const std::string& text) {
 
 // The first failure stands. The abort is the watchdog's.
 void NcclCommunicator::fail(ErrorKind kind, const std::string& text, bool tell) {
-  std::deque<std::pair<uint64_t, Operation>> dropped;  // without the lock: they own things
+  std::deque<std::pair<Flight, Operation>> dropped;  // without the lock: they own things
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (broken_) return;

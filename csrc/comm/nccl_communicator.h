@@ -113,7 +113,7 @@ class NcclCommunicator {
   void close();
 
  private:
-  // Taken by the launching thread.
+  // An operation on its way.
   struct Flight {
     uint64_t ticket = 0;
     uint64_t number = 0;  // among the collectives, from 1 on; 0: this rank's own business
@@ -121,7 +121,7 @@ class NcclCommunicator {
     CudaEvent event = nullptr;  // null: it is being launched
   };
   // What the members know of each other: places of the board, and what is in kState.
-  enum : uint32_t { kState, kLaunched, kFinished, kPlaces };
+  enum : uint32_t { kState, kGiven, kLaunched, kFinished, kPlaces };
   enum : uint64_t { kAway, kBegun, kReady, kFailed, kClosed };
   struct Broken {
     ErrorKind kind;
@@ -154,7 +154,8 @@ class NcclCommunicator {
   std::string whereabouts(const Flight& flight) const;
 
   [[noreturn]] void throw_broken() const;
-  void wait_for(uint64_t ticket, const Wait& wait, const std::function<bool()>& there);
+  void wait_for(uint64_t ticket, Wait wait, const std::function<bool()>& there);
+  uint64_t number_of(uint64_t ticket) const;
   void finalize();
   void end_threads();
   void release();
@@ -181,7 +182,7 @@ class NcclCommunicator {
   mutable std::mutex mutex_;  // of all below
   std::condition_variable queued_;
   std::condition_variable watched_;
-  std::deque<std::pair<uint64_t, Operation>> queue_;  // by ticket: not yet taken
+  std::deque<std::pair<Flight, Operation>> queue_;  // not yet taken
   std::deque<Flight> flights_;  // taken by the launching thread and not finished, in order
   std::vector<CudaEvent> free_events_;
   uint64_t tickets_ = 0;

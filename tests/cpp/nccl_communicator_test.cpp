@@ -431,6 +431,38 @@ TEST(nccl_second_communicator_needs_a_hardware_queue_of_its_own) {
   unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
 }
 
+// One rank waits for NCCL, the other one for shared memory.
+TEST(nccl_wait_and_another_wait_for_each_other) {
+  SessionSettings settings = test::quick_settings();
+  settings.control.deadlock_ns = 100'000'000u;
+  with_gpu_ranks(
+      2,
+      [&](GpuRank& rank) {
+        const auto communicator = rank.open(quick_nccl());
+        const auto host = test::open_communicator(rank.session);
+        Sum sum(rank);
+        ErrorKind kind = ErrorKind::error;
+        const std::string text = text_of(
+            [&] {
+              if (rank.session.rank() == 0) {
+                communicator->wait(sum.launch(*communicator, "the sum"), soon());
+              } else {
+                auto barrier = std::make_shared<Work>();
+                barrier->kind = WorkKind::barrier;
+                barrier->name = "a barrier";
+                host->run(barrier, soon());
+              }
+            },
+            &kind);
+        CHECK(kind == ErrorKind::mismatch);
+        CHECK(contains(text,
+                       "rank 0 waits for the sum (operation 1 of the NCCL communicator "
+                       "\"gradients\"), never launched by rank 1"));
+        CHECK(contains(text, "rank 1 waits for a barrier"));
+      },
+      0, settings);
+}
+
 // ---- Fork ----
 
 TEST(nccl_communicator_is_inert_in_a_forked_child) {

@@ -62,6 +62,18 @@ class RecordChannel {
   virtual std::vector<int> missing() const = 0;
 };
 
+// Numbers that each member of a group keeps for the others to look at, without a round: how far it
+// has come, say. All zero at first.
+//
+// Thread contract: any thread at any time; one thread at a time writes a place.
+class NumberBoard {
+ public:
+  virtual ~NumberBoard() = default;
+  // What this rank wrote before it is there for those who read the number.
+  virtual void publish(uint32_t place, uint64_t number) = 0;
+  virtual uint64_t read(size_t member, uint32_t place) const = 0;
+};
+
 // Carries what ranks have to know of each other besides the data: liveness, failures, a request
 // to stop, and small records. Nothing here assumes one host; the form for one host is a page of
 // shared memory.
@@ -78,6 +90,10 @@ class ControlPlane {
   virtual std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members, uint64_t id,
                                                       uint64_t timeout_ns,
                                                       const std::function<void()>* interrupt) = 0;
+  // The same for a board with `places` numbers of each member.
+  virtual std::unique_ptr<NumberBoard> open_board(const std::vector<int>& members, uint64_t id,
+                                                  uint32_t places, uint64_t timeout_ns,
+                                                  const std::function<void()>* interrupt) = 0;
 
   // The first failure of all ranks, or null. Cheap enough for a loop.
   virtual const Failure* failure() = 0;

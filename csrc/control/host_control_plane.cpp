@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "control/control_page.h"
+#include "control/number_board.h"
 #include "control/process.h"
 #include "control/record_channel.h"
 
@@ -112,6 +113,14 @@ std::unique_ptr<RecordChannel> HostControlPlane::open_channel(const std::vector<
                                                               const Interrupt* interrupt) {
   check_usable();
   return open_page_channel(*this, members, id, timeout_ns, interrupt);
+}
+
+std::unique_ptr<NumberBoard> HostControlPlane::open_board(const std::vector<int>& members,
+                                                          uint64_t id, uint32_t places,
+                                                          uint64_t timeout_ns,
+                                                          const Interrupt* interrupt) {
+  check_usable();
+  return open_page_board(*this, members, id, places, timeout_ns, interrupt);
 }
 
 const Failure* HostControlPlane::failure() {

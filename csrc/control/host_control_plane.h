@@ -49,6 +49,9 @@ class HostControlPlane final : public ControlPlane {
   std::unique_ptr<RecordChannel> open_channel(const std::vector<int>& members, uint64_t id,
                                               uint64_t timeout_ns,
                                               const Interrupt* interrupt) override;
+  std::unique_ptr<NumberBoard> open_board(const std::vector<int>& members, uint64_t id,
+                                          uint32_t places, uint64_t timeout_ns,
+                                          const Interrupt* interrupt) override;
   const Failure* failure() override;
   void post_failure(ErrorKind kind, const std::string& text) override;
   bool has_left(int rank) const override;

@@ -3,6 +3,17 @@
 #include <algorithm>
 
 namespace hvd {
+namespace {
+
+template <class Known>
+void keep(const std::shared_ptr<Known>& made, std::vector<std::weak_ptr<Known>>* all) {
+  all->erase(
+      std::remove_if(all->begin(), all->end(), [](const auto& known) { return known.expired(); }),
+      all->end());
+  all->push_back(made);
+}
+
+}  // namespace
 
 Session::Session(int rank, const Listener* listener, const std::vector<std::string>& names,
                  const Token& token, const SessionSettings& settings, const Interrupt* interrupt)
@@ -29,10 +40,7 @@ uint64_t Session::next_id(const std::vector<int>& members) {
   return ((hash << 24) ^ number) & ((uint64_t{1} << 60) - 1);
 }
 
-std::shared_ptr<Communicator> Session::open_communicator(const std::vector<int>& members,
-                                                         const StagingSettings& settings,
-                                                         uint64_t timeout_ns,
-                                                         const Interrupt* interrupt) {
+void Session::check_members(const std::vector<int>& members) const {
   const bool ascending = std::is_sorted(members.begin(), members.end()) &&
                          std::adjacent_find(members.begin(), members.end()) == members.end();
   if (closed()) throw Error(ErrorKind::error, "this session has been closed");
@@ -42,13 +50,32 @@ std::shared_ptr<Communicator> Session::open_communicator(const std::vector<int>&
                 "a communicator takes different ranks from 0 to " + std::to_string(size_ - 1) +
                     " in ascending order, rank " + std::to_string(rank_) + " among them");
   }
-  auto communicator = std::make_shared<SharedMemoryCommunicator>(
+}
+
+std::shared_ptr<Communicator> Session::open_communicator(const std::vector<int>& members,
+                                                         const StagingSettings& settings,
+                                                         uint64_t timeout_ns,
+                                                         const Interrupt* interrupt) {
+  check_members(members);
+  std::shared_ptr<Communicator> communicator = std::make_shared<SharedMemoryCommunicator>(
       control_, members, next_id(members), settings, timeout_ns, interrupt);
   std::lock_guard<std::mutex> lock(mutex_);
-  communicators_.erase(std::remove_if(communicators_.begin(), communicators_.end(),
-                                      [](const auto& known) { return known.expired(); }),
-                       communicators_.end());
-  communicators_.push_back(communicator);
+  keep(communicator, &communicators_);
+  return communicator;
+}
+
+std::shared_ptr<NcclCommunicator> Session::open_nccl_communicator(const std::vector<int>& members,
+                                                                  std::shared_ptr<DriverApi> driver,
+                                                                  std::shared_ptr<NcclApi> nccl,
+                                                                  CudaContext context,
+                                                                  const NcclSettings& settings,
+                                                                  const Interrupt* interrupt) {
+  check_members(members);
+  auto communicator =
+      std::make_shared<NcclCommunicator>(control_, members, next_id(members), std::move(driver),
+                                         std::move(nccl), context, settings, interrupt);
+  std::lock_guard<std::mutex> lock(mutex_);
+  keep(communicator, &nccl_communicators_);
   return communicator;
 }
 
@@ -66,9 +93,14 @@ void Session::close() {
   // First the goodbye: ranks that wait for this one learn at once that it will not come.
   control_->leave();
   std::vector<std::weak_ptr<Communicator>> communicators;
+  std::vector<std::weak_ptr<NcclCommunicator>> nccl_communicators;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     communicators.swap(communicators_);
+    nccl_communicators.swap(nccl_communicators_);
+  }
+  for (const auto& known : nccl_communicators) {
+    if (const auto communicator = known.lock()) communicator->close();
   }
   for (const auto& known : communicators) {
     if (const auto communicator = known.lock()) communicator->close();

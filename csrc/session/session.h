@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/nccl_communicator.h"
 #include "comm/shared_memory_communicator.h"
 #include "control/handshake.h"
 #include "control/host_control_plane.h"
@@ -41,6 +42,14 @@ class Session {
   std::shared_ptr<Communicator> open_communicator(const std::vector<int>& members,
                                                   const StagingSettings& settings,
                                                   uint64_t timeout_ns, const Interrupt* interrupt);
+  // The same for ranks with a GPU each, through NCCL; `context` is the primary context of this
+  // one's.
+  std::shared_ptr<NcclCommunicator> open_nccl_communicator(const std::vector<int>& members,
+                                                           std::shared_ptr<DriverApi> driver,
+                                                           std::shared_ptr<NcclApi> nccl,
+                                                           CudaContext context,
+                                                           const NcclSettings& settings,
+                                                           const Interrupt* interrupt);
   std::unique_ptr<RecordChannel> open_channel(const Communicator& communicator, uint64_t timeout_ns,
                                               const Interrupt* interrupt);
   // Says goodbye to the other ranks and closes all communicators. Idempotent.
@@ -48,6 +57,7 @@ class Session {
   bool closed() const { return closed_.load(); }
 
  private:
+  void check_members(const std::vector<int>& members) const;
   uint64_t next_id(const std::vector<int>& members);
 
   int rank_;
@@ -56,6 +66,7 @@ class Session {
   std::mutex mutex_;
   std::map<std::vector<int>, uint64_t> ids_by_group_;
   std::vector<std::weak_ptr<Communicator>> communicators_;
+  std::vector<std::weak_ptr<NcclCommunicator>> nccl_communicators_;
   std::atomic<bool> closed_{false};
 };
 

@@ -1,6 +1,13 @@
 """What all tests share."""
 
+import signal
+
 import pytest
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which all processes that
+# they start would inherit, and some of these are interrupted to see what they do.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -21,9 +22,8 @@ namespace {
 class Job {
  public:
   explicit Job(int ranks) : ranks_(ranks) {
-    char name[] = "/tmp/hvd-gpu-ranks-XXXXXX";
-    CHECK(mkdtemp(name) != nullptr);
-    folder_ = name;
+    folder_ = (std::filesystem::temp_directory_path() / "hvd-gpu-ranks-XXXXXX").string();
+    CHECK(mkdtemp(folder_.data()) != nullptr);
   }
   ~Job() {
     for (int rank = 0; rank < ranks_; ++rank) {

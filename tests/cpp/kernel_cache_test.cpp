@@ -55,13 +55,13 @@ class Variable {
 };
 
 TEST(kernel_cache_folder_comes_from_the_environment) {
-  const Variable home("HOME", "/home/somebody");
+  const Variable home("HOME", "/no/such/home");
   const Variable caches("XDG_CACHE_HOME", nullptr);
   const Variable own("HVD_CACHE_DIR", nullptr);
-  CHECK_EQ(KernelCache::default_folder(), std::string("/home/somebody/.cache/hvd_strategy"));
+  CHECK_EQ(KernelCache::default_folder(), std::string("/no/such/home/.cache/hvd_strategy"));
   {
     const Variable relative("XDG_CACHE_HOME", "relative");
-    CHECK_EQ(KernelCache::default_folder(), std::string("/home/somebody/.cache/hvd_strategy"));
+    CHECK_EQ(KernelCache::default_folder(), std::string("/no/such/home/.cache/hvd_strategy"));
   }
   {
     const Variable other("XDG_CACHE_HOME", "/var/cache/somebody");

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 
 #include "check.h"
@@ -30,8 +31,8 @@ bool contains(const std::string& text, const std::string& part) {
 class BrokenLibrary {
  public:
   explicit BrokenLibrary(const std::string& name) {
-    char pattern[] = "/tmp/hvd-broken-library-XXXXXX";
-    folder_ = mkdtemp(pattern);
+    folder_ = (std::filesystem::temp_directory_path() / "hvd-broken-library-XXXXXX").string();
+    if (mkdtemp(folder_.data()) == nullptr) std::abort();
     file_ = folder_ + "/" + name;
     const int fd = open(file_.c_str(), O_CREAT | O_WRONLY, 0600);
     if (write(fd, "not a library", 13) != 13) std::abort();
